@@ -95,9 +95,7 @@ def unrolled_adapt(model, params, sx, sy, *, loss, lr, steps, order=2, inner=Non
     for _ in range(steps):
         values = loss(functional_call(model, phi, (sx,)), sy)
         value = values.mean() if support_weights is None else (support_weights * values).sum() / len(values)
-        grads = torch.autograd.grad(
-            value, [phi[n] for n in names], create_graph=order == 2, materialize_grads=True
-        )
+        grads = torch.autograd.grad(value, [phi[n] for n in names], create_graph=order == 2, materialize_grads=True)
         for n, g in zip(names, grads, strict=True):
             phi[n] = phi[n] - (lr[n] if isinstance(lr, dict) else lr) * g
     return phi
@@ -128,15 +126,11 @@ def leaves(params):
 def unrolled_meta_gradient(model, params, batch, weights, *, create_graph=False, **options):
     """The gradient at ``params`` (leaves), by autograd through the unrolled loop."""
     value = meta_loss(unrolled_losses(model, params, batch, **options), weights)
-    grads = torch.autograd.grad(
-        value, list(params.values()), create_graph=create_graph, materialize_grads=True
-    )
+    grads = torch.autograd.grad(value, list(params.values()), create_graph=create_graph, materialize_grads=True)
     return dict(zip(params, grads, strict=True))
 
 
-def unrolled_lookahead(
-    problem, params, weights, *, inner_steps, meta_lr, lr, inner=None, support_weights=None
-):
+def unrolled_lookahead(problem, params, weights, *, inner_steps, meta_lr, lr, inner=None, support_weights=None):
     """theta_W of eq. online-equation, differentiable in ``weights`` where they ask for it."""
     theta = leaves(params)
     gradient = unrolled_meta_gradient(
@@ -146,17 +140,11 @@ def unrolled_lookahead(
     return {n: p - meta_lr * gradient[n] for n, p in theta.items()}
 
 
-def unrolled_validation_loss(
-    problem, params, weights, *, lr, inner_steps, val_steps=None, inner=None, **options
-):
+def unrolled_validation_loss(problem, params, weights, *, lr, inner_steps, val_steps=None, inner=None, **options):
     """The validation meta-loss at theta_W: the function of the weights whose derivative is wanted."""
-    lookahead = unrolled_lookahead(
-        problem, params, weights, lr=lr, inner_steps=inner_steps, inner=inner, **options
-    )
+    lookahead = unrolled_lookahead(problem, params, weights, lr=lr, inner_steps=inner_steps, inner=inner, **options)
     steps = inner_steps if val_steps is None else val_steps
-    losses = unrolled_losses(
-        problem.model, lookahead, problem.val, loss=problem.loss, lr=lr, steps=steps, inner=inner
-    )
+    losses = unrolled_losses(problem.model, lookahead, problem.val, loss=problem.loss, lr=lr, steps=steps, inner=inner)
     return losses.mean()
 
 

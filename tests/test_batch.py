@@ -96,9 +96,7 @@ def test_require_finite_passes_finite_and_integer_data():
 
 
 def test_to_converts_real_numbers_alone():
-    batch = nm.TaskBatch(**parts(query_y=torch.ones(M, K, dtype=torch.int64), support_ids=None)).to(
-        dtype=torch.float64
-    )
+    batch = nm.TaskBatch(**parts(query_y=torch.ones(M, K, dtype=torch.int64), support_ids=None)).to(dtype=torch.float64)
     assert batch.support_x.dtype == batch.support_y.dtype == batch.query_x.dtype == torch.float64
     assert batch.query_y.dtype == batch.task_ids.dtype == batch.instance_ids.dtype == torch.int64
     assert batch.support_ids is None

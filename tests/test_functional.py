@@ -54,9 +54,7 @@ def make_options(problem, name):
     elif name == "rates":
         g = generator(12)
         options["lr"] = {
-            n: problem.lr * torch.rand(p.shape, generator=g, dtype=torch.float64)
-            if i % 2
-            else problem.lr / (1 + i)
+            n: problem.lr * torch.rand(p.shape, generator=g, dtype=torch.float64) if i % 2 else problem.lr / (1 + i)
             for i, (n, p) in enumerate(problem.params.items())
         }
     return options
@@ -125,15 +123,11 @@ def test_first_order_is_eq_weight_update_appr(problem, steps, level):
     """Minus eta / (m n) sum_j <grad L_Vj at phi_j, grad_theta L_i>, phi_j adapted from theta_W."""
     weights = random_weights(problem.train, level)
     model, loss, train, val = problem.model, problem.loss, problem.train, problem.val
-    lookahead = unrolled_lookahead(
-        problem, problem.params, weights, lr=problem.lr, inner_steps=steps, meta_lr=META_LR
-    )
+    lookahead = unrolled_lookahead(problem, problem.params, weights, lr=problem.lr, inner_steps=steps, meta_lr=META_LR)
     v = {n: torch.zeros_like(p) for n, p in lookahead.items()}
     for j in range(len(val)):
         theta = leaves(lookahead)
-        phi = unrolled_adapt(
-            model, theta, val.support_x[j], val.support_y[j], loss=loss, lr=problem.lr, steps=steps
-        )
+        phi = unrolled_adapt(model, theta, val.support_x[j], val.support_y[j], loss=loss, lr=problem.lr, steps=steps)
         phi = leaves(phi)
         value = loss(functional_call(model, phi, (val.query_x[j],)), val.query_y[j]).mean()
         for n, g in zip(phi, torch.autograd.grad(value, list(phi.values())), strict=True):
@@ -173,9 +167,7 @@ def test_meta_gradient_is_that_of_autograd(problem, name, level, order):
     weights = random_weights(problem.train, level)
     options = {"loss": problem.loss, "steps": 2, "order": order, **make_options(problem, name)}
     result = meta_gradient(problem.model, problem.params, problem.train, weights, **options)
-    expected = unrolled_meta_gradient(
-        problem.model, leaves(problem.params), problem.train, weights, **options
-    )
+    expected = unrolled_meta_gradient(problem.model, leaves(problem.params), problem.train, weights, **options)
     assert relative_error(result, expected) < 1e-10
 
 
@@ -250,9 +242,7 @@ def test_a_task_of_weight_zero_adds_nothing_even_where_it_diverges(steps):
 
     weights = torch.tensor([0.7, 0.0, 1.2], dtype=torch.float64)
     result = meta_gradient(problem.model, problem.params, broken, weights, **options)
-    rest = meta_gradient(
-        problem.model, problem.params, batch.take(torch.tensor([0, 2])), weights[[0, 2]], **options
-    )
+    rest = meta_gradient(problem.model, problem.params, batch.take(torch.tensor([0, 2])), weights[[0, 2]], **options)
     assert all(g.isfinite().all() for g in result.values())
     assert relative_error(result, {n: g * 2 / 3 for n, g in rest.items()}) < 1e-12
 
@@ -359,12 +349,8 @@ def test_unused_parameters_get_zeros_and_scalar_parameters_work(level, batching)
     problem = odd_problem()
     weights = random_weights(problem.train, level)
     options = {"loss": problem.loss, "lr": 0.1, "steps": 2}
-    result = meta_gradient(
-        problem.model, problem.params, problem.train, weights, batching=batching, **options
-    )
-    expected = unrolled_meta_gradient(
-        problem.model, leaves(problem.params), problem.train, weights, **options
-    )
+    result = meta_gradient(problem.model, problem.params, problem.train, weights, batching=batching, **options)
+    expected = unrolled_meta_gradient(problem.model, leaves(problem.params), problem.train, weights, **options)
     assert set(result) == set(problem.params)
     assert torch.equal(result["unused"], torch.zeros(2, dtype=torch.float64))
     assert result["scale"].shape == ()
@@ -401,9 +387,7 @@ def test_frozen_parameters(problem, how):
         loss=problem.loss, inner_lr=problem.lr, inner_steps=2, meta_lr=META_LR,
     )  # fmt: skip
     assert relative_error(slopes, expected_slopes) < 1e-10
-    adapted = adapt(
-        problem.model, params, problem.train.support_x[0], problem.train.support_y[0], **inner_options
-    )
+    adapted = adapt(problem.model, params, problem.train.support_x[0], problem.train.support_y[0], **inner_options)
     assert set(adapted) == set(params)
     assert {n for n in params if not torch.equal(adapted[n], params[n])} == set(trained)
 
@@ -452,9 +436,7 @@ def test_integer_inputs_keep_the_precision_of_the_parameters(level):
     weights = random_weights(problem.train, level)
     options = {"loss": problem.loss, "lr": 0.1, "steps": 2}
     result = meta_gradient(problem.model, problem.params, problem.train, weights, **options)
-    expected = unrolled_meta_gradient(
-        problem.model, leaves(problem.params), problem.train, weights, **options
-    )
+    expected = unrolled_meta_gradient(problem.model, leaves(problem.params), problem.train, weights, **options)
     assert relative_error(result, expected) < 1e-10
     options = {"lr": 0.1, "inner_steps": 2}
     own = own_weight_gradient(problem, weights, **options)
@@ -496,9 +478,7 @@ def test_normalisation_and_dropout_that_hold_still(build, ready):
     weights = random_weights(problem.train, "instance")
     options = {"loss": problem.loss, "lr": 0.1, "steps": 2}
     result = meta_gradient(problem.model, problem.params, problem.train, weights, **options)
-    expected = unrolled_meta_gradient(
-        problem.model, leaves(problem.params), problem.train, weights, **options
-    )
+    expected = unrolled_meta_gradient(problem.model, leaves(problem.params), problem.train, weights, **options)
     assert relative_error(result, expected) < 1e-10
     own = own_weight_gradient(problem, weights, lr=0.1, inner_steps=2)
     assert relative_error(own, unrolled_weight_gradient(problem, weights, lr=0.1, inner_steps=2)) < 1e-10

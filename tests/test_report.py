@@ -51,8 +51,7 @@ def run_folder(folder, method="nested", steps=5):
     lines = [f"{100 * i},3,2,{4 / (i + 1)},1,{1 + i},{1 / (1 + i)},0.5,0.1,0,{i}" for i in range(steps)]
     (run / "history.csv").write_text("\n".join([head, *lines, "500,3,2"]))  # cut by a kill
     weights = [
-        f"{i},{i % 10 == 0},{int(i % 10 > 0)}".replace("True", "6.0").replace("False", "0.1")
-        for i in range(100)
+        f"{i},{i % 10 == 0},{int(i % 10 > 0)}".replace("True", "6.0").replace("False", "0.1") for i in range(100)
     ]
     (run / "weights.csv").write_text("\n".join(["id,weight,corrupt", *weights, ""]))
     x = np.linspace(-5, 5, 20)
@@ -158,9 +157,7 @@ class TestTables:
         assert cell.line("nested").paper == 0.0743
         [table] = tables([cell])
         assert "0.0400" in {entry.text for line in table.rows for entry in line}  # 0.4 / K
-        recovered = [
-            paper.sinusoid_recovery(k, r, "nested") for k in (5, 10, 20) for r in (0.3, 0.5, 0.8, 0.9)
-        ]
+        recovered = [paper.sinusoid_recovery(k, r, "nested") for k in (5, 10, 20) for r in (0.3, 0.5, 0.8, 0.9)]
         assert (round(min(recovered), 2), round(max(recovered), 2)) == (0.60, 0.96)
 
     def test_text_is_aligned(self):
@@ -182,9 +179,7 @@ class TestFigures:
         lambda s: figures.weight_trend([(s.x, s.x * np.nan)], [(s.x, 1 / (1 + s.x))]),
         lambda s: figures.weight_histogram([1.0, 2.0], [0.0]),
         lambda s: figures.weight_histogram([1.0, 1.0], []),
-        lambda s: figures.sine(
-            dict.fromkeys(("x", "truth", "before", "after", "support_x", "support_y"), s.x), "K"
-        ),
+        lambda s: figures.sine(dict.fromkeys(("x", "truth", "before", "after", "support_x", "support_y"), s.x), "K"),
     )
 
     @pytest.mark.parametrize("draw", svgs)

@@ -36,9 +36,7 @@ def test_rows_come_back_to_the_last_digit(tmp_path):
 def test_the_key_is_all_but_what_was_measured():
     assert row().key == row(value=2.0, ci95=1.0, seconds=3.0).key
     for name in set(COLUMNS) - {"value", "ci95", "seconds"}:
-        changed = {int: 7, float: 0.7}.get(
-            type(getattr(row(clusters=1, val_size=1, iterations=1), name)), "other"
-        )
+        changed = {int: 7, float: 0.7}.get(type(getattr(row(clusters=1, val_size=1, iterations=1), name)), "other")
         assert dataclasses.replace(row(), **{name: changed}).key != row().key, name
     assert row(ratio=1).key == row(ratio=1.0).key
 

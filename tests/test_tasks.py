@@ -170,9 +170,7 @@ def test_a_pool_without_end_never_repeats():
 
 def points(batch):
     """All points of each task, as float64 arrays ``[m, S + K]``."""
-    x, y = (
-        torch.cat([getattr(batch, f"{part}_{axis}") for part in ("support", "query")], 1) for axis in "xy"
-    )
+    x, y = (torch.cat([getattr(batch, f"{part}_{axis}") for part in ("support", "query")], 1) for axis in "xy")
     return x.squeeze(-1).double().numpy(), y.squeeze(-1).double().numpy()
 
 

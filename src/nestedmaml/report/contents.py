@@ -179,10 +179,7 @@ def _series(runs: list[Run], column: str) -> list[tuple[list[float], list[float]
     """One curve for each run that knows the column at all."""
     out = []
     for run in runs:
-        points = [
-            (x, y)
-            for x, y in zip(run.history.get("iteration", []), run.history.get(column, []), strict=False)
-        ]
+        points = [(x, y) for x, y in zip(run.history.get("iteration", []), run.history.get(column, []), strict=False)]
         points = [(x, y) for x, y in points if math.isfinite(y)]
         if points:
             out.append(([x for x, _ in points], [y for _, y in points]))
@@ -214,12 +211,6 @@ def _protocol(folder: Path, rows: list[Row], runs: list[Run]) -> dict[str, str]:
     for label in sorted(set.intersection(*(set(option) for option in options)) if options else ()):
         values = {json.dumps(option[label]).strip('"') for option in options}
         words = label.replace("_", " ").capitalize()
-        if (
-            len(values) == 1
-            and words not in found
-            and (value := values.pop()) not in ("null", "", "[]", "{}")
-        ):
+        if len(values) == 1 and words not in found and (value := values.pop()) not in ("null", "", "[]", "{}"):
             found[words] = {value: None}
-    return {label: ", ".join(values) for label, values in found.items()} | {
-        "Reported by": f"nestedmaml {__version__}"
-    }
+    return {label: ", ".join(values) for label, values in found.items()} | {"Reported by": f"nestedmaml {__version__}"}

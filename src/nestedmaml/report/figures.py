@@ -169,9 +169,7 @@ def sine(fit: Mapping[str, ArrayLike], title: str = "") -> str:
     def draw(axes: Axes) -> None:
         x = np.asarray(fit["x"], dtype=float).ravel()
         order = np.argsort(x)
-        values = {
-            key: np.asarray(fit[key], dtype=float).ravel()[order] for key in ("truth", "before", "after")
-        }
+        values = {key: np.asarray(fit[key], dtype=float).ravel()[order] for key in ("truth", "before", "after")}
         x = x[order]
         axes.axhline(0, color=GREY, linewidth=0.5, alpha=0.5)
         axes.plot(x, values["truth"], color=_INK, linewidth=1.0)
@@ -187,9 +185,7 @@ def sine(fit: Mapping[str, ArrayLike], title: str = "") -> str:
             color=CORRUPT,
             zorder=4,
         )
-        reach = 1.25 * max(
-            1.0, *(float(np.abs(v).max()) for v in (values["truth"], np.ravel(fit["support_y"])))
-        )
+        reach = 1.25 * max(1.0, *(float(np.abs(v).max()) for v in (values["truth"], np.ravel(fit["support_y"]))))
         axes.set_ylim(-reach, reach)  # the truth sets the scale, so that a wild prediction leaves the panel
         axes.set_xticks([-5, 0, 5])
         axes.locator_params(axis="y", nbins=3)
@@ -217,10 +213,7 @@ def _svg(draw: Callable[[Axes], None], size: tuple[float, float]) -> str:
 def _for_a_page(svg: str) -> str:
     """Less all that points outside or names the whole figure; ink, font and size are the page's."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
-    svg = (
-        re.sub(r' (?:xmlns:xlink|width|height|version)="[^"]*"', "", svg[: (end := svg.index(">"))])
-        + svg[end:]
-    )
+    svg = re.sub(r' (?:xmlns:xlink|width|height|version)="[^"]*"', "", svg[: (end := svg.index(">"))]) + svg[end:]
     svg = svg.replace("xlink:href", "href").replace(_INK, "currentColor")
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"font: (?:(bold|\d00) )?([\d.]+)px [^;\"]*", _font, svg)  # older matplotlib; newer:

@@ -98,9 +98,7 @@ def _stack(*methods: Sequence[ArrayLike]) -> NDArray[np.float64]:
         data = np.empty(0)
     if data.ndim != 3 or data.size == 0:
         sizes = [[np.size(v) for v in m] for m in methods]
-        raise ValueError(
-            f"recovery compares the same seeds and as many test tasks for each method; got {sizes}"
-        )
+        raise ValueError(f"recovery compares the same seeds and as many test tasks for each method; got {sizes}")
     return data
 
 

@@ -120,9 +120,7 @@ def _table(part: list[Cell], naming: Callable[[str], str]) -> Table:
             for line in cell.lines
         ]
     fixed = [
-        f"{key.replace('_', ' ')} {same[key]}"
-        for key in CELL
-        if key != "metric" and same.get(key) not in (None, "")
+        f"{key.replace('_', ' ')} {same[key]}" for key in CELL if key != "metric" and same.get(key) not in (None, "")
     ]
     if len(details) == 1 and "" not in details:
         fixed.append(f"learned weights: {details.pop()}")
@@ -137,9 +135,7 @@ def _table(part: list[Cell], naming: Callable[[str], str]) -> Table:
         )
     if show["paper"]:
         notes.append(paper.NOTE)
-    return Table(
-        title, ", ".join(fixed), tuple(columns), tuple(out), " ".join(notes), frozenset(groups - {0})
-    )
+    return Table(title, ", ".join(fixed), tuple(columns), tuple(out), " ".join(notes), frozenset(groups - {0}))
 
 
 def _best(cell: Cell, metric: str) -> Line | None:
@@ -156,9 +152,7 @@ def _setting(value: str | int | float | None) -> Entry:
     return Entry(f"{value:g}" if isinstance(value, float) else str(value), value)
 
 
-def _entries(
-    cell: Cell, line: Line, label: str, metric: str, show: dict[str, bool], best: bool
-) -> list[Entry]:
+def _entries(cell: Cell, line: Line, label: str, metric: str, show: dict[str, bool], best: bool) -> list[Entry]:
     told = line.method in TOLD
     spread = "" if math.isnan(line.ci95) else f"± {line.ci95:#.2g}"
     out = [Entry(label, label, "skyline" if told else line.detail if show["detail"] else "", best)]
@@ -195,6 +189,4 @@ def _plain(value: float | None, form: str) -> Entry:
 def _published(line: Line) -> Entry:
     if line.paper is None:
         return Entry()
-    return Entry(
-        f"{line.paper:.4f}", line.paper, "" if line.paper_recovery is None else f"({line.paper_recovery:.2f})"
-    )
+    return Entry(f"{line.paper:.4f}", line.paper, "" if line.paper_recovery is None else f"({line.paper_recovery:.2f})")

@@ -1,0 +1,8 @@
+"""Tasks: `TaskBatch`, and the sources that yield them."""
+
+from nestedmaml.tasks.adapters import as_source
+from nestedmaml.tasks.batch import TaskBatch
+from nestedmaml.tasks.pool import Pool
+from nestedmaml.tasks.sinusoid import Sinusoid
+
+__all__ = ["Pool", "Sinusoid", "TaskBatch", "as_source"]
