@@ -5,6 +5,7 @@ shares no code with ``nestedmaml.functional``, and uses no ``vmap``: torch's thi
 normalisation through ``vmap`` is wrong in the third digit.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import nestedmaml as nm
+from nestedmaml.tasks.counter import integers, uniform
 
 
 @dataclass
@@ -173,3 +175,85 @@ def relative_error(a, b):
         a, b = (torch.cat([d[n].flatten() for n in b]) for d in (a, b))
     assert a.shape == b.shape
     return ((a - b).abs().max() / b.abs().max()).item()
+
+
+# Sources ---------------------------------------------------------------------------------------------------
+
+
+class Waves(nm.tasks.Sinusoid):
+    """The sinusoid with ids of its points, all of a line's corrupt."""
+
+    @property
+    def instances(self):
+        return None if self.size is None else self.size * (self.shots + self.queries)
+
+    def draw(self, ids):
+        return with_ids(super().draw(ids))
+
+    def corrupt(self, ids, level="task"):
+        return super().corrupt(ids if level == "task" else ids // (self.shots + self.queries))
+
+
+class Blobs(nm.tasks.Pool):
+    """Classification of points around ``ways`` of ``classes`` centres, each task in a rotation of its own.
+
+    ``ratio`` of the tasks have labels that mean nothing; ``noise`` of the instances are labelled as the next class.
+    """
+
+    def __init__(self, ways=3, shots=5, queries=4, *, ratio=0.0, noise=0.0, size=200, seed=0, split="train"):
+        super().__init__(size, ratio, seed, f"blobs/{split}")
+        self.ways, self.shots, self.queries, self.noise, self.classes = ways, shots, queries, noise, 12
+        self.centres = 2 * torch.randn(self.classes, 6, generator=generator(99))
+
+    @property
+    def instances(self):
+        return None if self.size is None else self.size * self.ways * (self.shots + self.queries)
+
+    def draw(self, ids):
+        i, n = ids.numpy()[:, None], self.ways * (self.shots + self.queries)
+        chosen = torch.from_numpy(uniform(self.seed, f"{self.stream}/classes", i, range(self.classes)))
+        chosen = chosen.argsort(1)[:, : self.ways]
+        y = (torch.arange(n) % self.ways).expand(len(ids), n)
+        x = self.centres[chosen.gather(1, y)] + self._noise(i[..., None], n)
+        instances = ids[:, None] * n + torch.arange(n)
+        junk = torch.from_numpy(integers(self.seed, f"{self.stream}/junk", i, range(n), high=self.ways))
+        y = torch.where(self._flipped(instances), (y + 1) % self.ways, y)
+        y = torch.where(super().corrupt(ids)[:, None], junk, y)
+        s = self.ways * self.shots
+        return with_ids(nm.TaskBatch(x[:, :s], y[:, :s], x[:, s:], y[:, s:], task_ids=ids))
+
+    def corrupt(self, ids, level="task"):
+        return super().corrupt(ids) if level == "task" else self._flipped(ids)
+
+    def labelled(self, step, count):
+        """Points with their global classes."""
+        i = torch.arange(step * count, (step + 1) * count).numpy()
+        y = torch.from_numpy(integers(self.seed, "labelled", i, high=self.classes))
+        return self.centres[y] + self._noise(i[:, None, None], 1)[:, 0], y
+
+    def _flipped(self, instances):
+        return torch.from_numpy(uniform(self.seed, f"{self.stream}/flip", instances.numpy())) < self.noise
+
+    def _noise(self, i, n):
+        index = (i, torch.arange(n).numpy()[:, None], range(6))
+        return torch.from_numpy(sum(uniform(self.seed, f"noise/{k}", *index) for k in range(3)) - 1.5).float()
+
+
+class Secret:
+    """A source that fails a test which asks for the truth."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def corrupt(self, ids, level="task"):
+        raise AssertionError("a method asked which tasks are corrupt")
+
+
+def with_ids(batch):
+    """Ids for the instances of a batch, each of one task."""
+    n = batch.shots + batch.queries
+    ids = batch.task_ids[:, None] * n + torch.arange(n)
+    return dataclasses.replace(batch, support_ids=ids[:, : batch.shots], instance_ids=ids[:, batch.shots :])

@@ -11,7 +11,7 @@ from nestedmaml._version import __version__ as __version__
 
 _SURFACE = {
     "": ("functional", "losses", "methods", "models", "tasks", "weighting"),  # modules of the package itself
-    "learner": ("MAML", "Learner", "NestedMAML", "Result", "Weights", "load"),
+    "learner": ("L2R", "MAML", "MMAML", "Learner", "NestedMAML", "Result", "Weights", "load"),
     "tasks": ("TaskBatch",),
 }
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors; a test c
         weighting as weighting,
     )
     from nestedmaml.learner import (
+        L2R as L2R,
         MAML as MAML,
+        MMAML as MMAML,
         Learner as Learner,
         NestedMAML as NestedMAML,
         Result as Result,

@@ -323,11 +323,12 @@ class Adaptation:
         shared = tuple(shared)
         key = (one.__name__, len(tasks), len(shared))
         if key not in self._mapped:
+            compiler = self.compiler if one.__name__ in ("task_gradient", "query_slope") else None
             if self.batching == "vmap":
                 mapped = vmap(one, in_dims=(None,) + (0,) * len(tasks) + (None,) * len(shared))
-                self._mapped[key] = self.compiler(mapped) if self.compiler else mapped
+                self._mapped[key] = compiler(mapped) if compiler else mapped
             else:
-                self._mapped[key] = _looped(self.compiler(one) if self.compiler else one, len(tasks))
+                self._mapped[key] = _looped(compiler(one) if compiler else one, len(tasks))
         return self._mapped[key](theta, *tasks, *shared)
 
     def refuse_changing_buffers(self, x: Tensor) -> None:

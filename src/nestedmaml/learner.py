@@ -26,7 +26,7 @@ from nestedmaml.tasks import TaskBatch, as_source
 from nestedmaml.train import append_row, train
 from nestedmaml.weighting import Knowledge
 
-__all__ = ["MAML", "Adapted", "Learner", "NestedMAML", "Result", "Weights", "load"]
+__all__ = ["L2R", "MAML", "MMAML", "Adapted", "Learner", "NestedMAML", "Result", "Weights", "load"]
 
 log = logging.getLogger("nestedmaml")
 
@@ -99,7 +99,7 @@ class Learner:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        options = [p for p in inspect.signature(cls.kind).parameters.values()]
+        options = list(inspect.signature(cls.kind).parameters.values())
         model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=nn.Module)
         cls.__signature__ = inspect.Signature([model, *options])  # type: ignore[attr-defined]
 
@@ -116,6 +116,7 @@ class Learner:
         params = {n: p.detach().clone() for n, p in self._module.named_parameters()}
         self.state: State = self.method.init(self._module, params)
         self.history: list[dict[str, float]] = []
+        self._pending: list[dict[str, float]] = []  # figures since the last row of the history
         self._knowledge: Knowledge | None = None
         self._truth: Callable[[Tensor, str], Tensor] | None = None
         self._source: Any = None
@@ -218,7 +219,7 @@ class Learner:
 
     def step(self, train_batch: TaskBatch, val_batch: TaskBatch | None = None) -> dict[str, float]:
         """One iteration, for a loop of one's own; a rule that needs to know the pool takes this batch for it."""
-        if self.state.rule is None and self.method.weighting is not None:
+        if self._knowledge is None and self.method.weighting is not None:
             self._know(Knowledge(self._source, self.method.weighting.level, self.method.seed, train_batch), train_batch)
         self._check(train_batch)
         return self._iterate(train_batch, val_batch, None)
@@ -327,8 +328,10 @@ class Learner:
         rule, state, known = self.method.weighting, self.state.rule, self._knowledge
         if rule is None:
             return torch.ones(ids.shape, dtype=torch.float64)
-        if state is None or known is None:
+        if state is None:
             raise ValueError("there are no weights yet: fit first")
+        if known is None:  # loaded: weights kept by id need no source, others their features
+            known = Knowledge(None, rule.level, self.method.seed)
         if isinstance(rule, weighting.Uniform) or (known.size or CACHED_POOL + 1) > CACHED_POOL:
             return rule.at(state, known, ids)
         if self._places is None:
@@ -379,6 +382,7 @@ class Learner:
             "loudness": self.state.loudness,
             "optimizer": {"groups": optimizer["param_groups"], "numbers": numbers},
             "history": self.history,
+            "pending": self._pending,
             "torch": torch.__version__,
         }
         return {**checkpoint.flatten(tree), **tensors}, meta
@@ -404,7 +408,7 @@ class Learner:
                 self.state.rule.setdefault(group, {})
         self.state.average = checkpoint.unflatten(tensors, "average") or None
         self.state.step, self.state.loudness = int(meta["step"]), float(meta["loudness"])
-        self.history = list(meta["history"])
+        self.history, self._pending = list(meta["history"]), list(meta.get("pending", []))
 
     def _open(self, folder: Path, resume: bool) -> None:
         """Make a run's folder, or take up the run that is in it."""
@@ -436,17 +440,27 @@ class Learner:
         path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
-class MAML(Learner):
+class MAML(Learner):  # noqa: D101
     __doc__ = methods.MAML.__doc__
     kind = methods.MAML
 
 
-class NestedMAML(Learner):
+class L2R(Learner):  # noqa: D101
+    __doc__ = methods.L2R.__doc__
+    kind = methods.L2R
+
+
+class MMAML(Learner):  # noqa: D101
+    __doc__ = methods.MMAML.__doc__
+    kind = methods.MMAML
+
+
+class NestedMAML(Learner):  # noqa: D101
     __doc__ = methods.NestedMAML.__doc__
     kind = methods.NestedMAML
 
 
-LEARNERS: dict[str, type[Learner]] = {cls.__name__: cls for cls in (MAML, NestedMAML)}
+LEARNERS: dict[str, type[Learner]] = {cls.__name__: cls for cls in (L2R, MAML, MMAML, NestedMAML)}
 _RULES = {n: getattr(weighting, n) for n in ("Amortised", "Cluster", "Instance", "Task", "Uniform")}
 _LOSSES = {n: getattr(losses, n) for n in losses.__all__}
 

@@ -54,23 +54,27 @@ def train(
     bar = tqdm(
         total=iterations, initial=learner.iteration, desc=learner.name, disable=not sys.stderr.isatty(), leave=False
     )
-    losses: list[dict[str, float]] = []
-    began = time.perf_counter()
+    began, done = time.perf_counter(), learner.iteration
     try:
         while learner.iteration < iterations:
             tasks, correction = draw(learner, source, batch)
             val = val_source.sample(learner.iteration, val_batch) if learner.method.needs_val else None
             figures = learner._iterate(tasks, val, correction)
-            losses.append(figures)
+            learner._pending.append(figures)
             due = learner.iteration % every == 0 or learner.iteration == iterations
             if due:
                 now = time.perf_counter()
-                row = {"iteration": learner.iteration, **mean(losses), "seconds": (now - began) / len(losses)}
-                row["diverged"] = sum(entry.get("diverged", 0.0) for entry in losses)
+                rows, learner._pending = learner._pending, []
+                row = {
+                    "iteration": learner.iteration,
+                    **mean(rows),
+                    "seconds": (now - began) / (learner.iteration - done),
+                }
+                row["diverged"] = sum(entry.get("diverged", 0.0) for entry in rows)
                 if score:
                     row |= weights_by_truth(learner, source)
                 learner.history.append(row)
-                losses, began = [], now
+                began, done = now, learner.iteration
                 bar.set_postfix_str(f"loss {row['train_loss']:.3g}", refresh=False)
             for callback in callbacks:
                 callback(learner, learner.history[-1] if due else figures)

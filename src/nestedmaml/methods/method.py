@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nestedmaml.functional import Adaptation, Loss, Params, Rate, adapt, combine, resolve_batching
+from nestedmaml.functional import Adaptation, Loss, Params, Rate, adapt, combine, resolve_batching, task_gradients
 from nestedmaml.tasks.batch import TaskBatch
 from nestedmaml.weighting import Knowledge, Rule
 from nestedmaml.weighting.rule import State as RuleState
@@ -182,6 +182,18 @@ def guarded(grads: Params, limit: float = math.inf) -> tuple[Params, Tensor, Ten
     if not bool(sound.all()):
         grads = {n: g.masked_fill(~sound.view(-1, *[1] * (g.ndim - 1)), 0) for n, g in grads.items()}
     return grads, sound, length
+
+
+def validation_gradient(state: State, alg: Adaptation, theta: Params, val: TaskBatch) -> tuple[Params, float, float]:
+    """The mean gradient of the validation meta-loss at ``theta``, its loss, and how many tasks diverged."""
+    losses, grads = task_gradients(alg, theta, val)
+    grads, sound, length = guarded(grads)
+    kept = int(sound.sum())
+    if kept:
+        loud = length[sound].median().item()
+        state.loudness = 0.95 * state.loudness + 0.05 * loud if state.loudness else loud
+    mean_loss = losses[sound].mean().item() if kept else math.nan
+    return {n: g.sum(0) / max(kept, 1) for n, g in grads.items()}, mean_loss, float(len(val) - kept)
 
 
 def meta_step(state: State, gradient: Params) -> None:

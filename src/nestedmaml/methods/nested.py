@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +18,7 @@ from nestedmaml.methods.method import (
     meta_step,
     positive,
     trainable,
+    validation_gradient,
     weighted_mean,
 )
 from nestedmaml.tasks.batch import TaskBatch
@@ -106,7 +106,8 @@ class NestedMAML(Method):
         # line 7: the gradient of each task (in the instance-level form weighted inside), once for all uses
         w = rule.weights(state.rule, knowledge, train).to(device, dtype)
         losses, grads = task_gradients(alg, theta, train, w if by_instance else None)
-        grads, sound, length = guarded(grads, self.guard * state.loudness if state.step else float("inf"))
+        limit = self.guard * state.loudness if state.loudness else float("inf")
+        grads, sound, length = guarded(grads, limit)
         inside = sound.to(dtype) if by_instance else c * sound
 
         # line 8: theta_W, and the validation gradient there
@@ -130,7 +131,8 @@ class NestedMAML(Method):
         w = rule.weights(state.rule, knowledge, train).to(device, dtype)
         if by_instance:
             _, grads = task_gradients(alg, theta, train, w)
-            grads, sound, _ = guarded(grads)
+            grads, still, _ = guarded(grads, limit)
+            sound &= still
             inside = sound.to(dtype)
         gradient = weighted_mean(grads, inside if by_instance else w * inside)
         if self.val_share:
@@ -153,16 +155,10 @@ class NestedMAML(Method):
         """The mean gradient of the validation meta-loss at theta_W, its loss, and how many tasks diverged."""
         order = 2 if self.order == "exact" else 1
         alg = self.adaptation(model, state.params, steps=self.val_steps, order=order)
-        losses, grads = task_gradients(alg, lookahead, val)
-        grads, sound, length = guarded(grads)
-        kept = int(sound.sum())
-        v = {n: g.sum(0) / max(kept, 1) for n, g in grads.items()}
-        if kept:
-            loud = length[sound].median().item()
-            state.loudness = 0.95 * state.loudness + 0.05 * loud if state.loudness else loud
+        v, loss, lost = validation_gradient(state, alg, lookahead, val)
         if self.val_average:
             if state.average is not None:
                 a = self.val_average
                 v = {n: a * state.average[n] + (1 - a) * g for n, g in v.items()}
             state.average = v
-        return v, losses[sound].mean().item() if kept else float("nan"), float(len(val) - kept)
+        return v, loss, lost

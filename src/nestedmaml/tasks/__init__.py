@@ -2,7 +2,7 @@
 
 from nestedmaml.tasks.adapters import as_source
 from nestedmaml.tasks.batch import TaskBatch
-from nestedmaml.tasks.pool import Pool
+from nestedmaml.tasks.pool import Both, Pool
 from nestedmaml.tasks.sinusoid import Sinusoid
 
-__all__ = ["Pool", "Sinusoid", "TaskBatch", "as_source"]
+__all__ = ["Both", "Pool", "Sinusoid", "TaskBatch", "as_source"]

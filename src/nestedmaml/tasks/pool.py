@@ -61,6 +61,29 @@ class Pool:
         """The truth, for skylines and for scoring alone: which of these tasks are corrupt."""
         if level != "task":
             raise ValueError(f"{type(self).__name__} corrupts whole tasks; it knows no truth at level {level!r}")
-        if self._shuffle is None or self.size is None:
+        if self._shuffle is None or self.size is None or self.ratio == 0:
             return torch.zeros(ids.shape, dtype=torch.bool)
         return torch.from_numpy(self._shuffle(ids.numpy()) < round(self.ratio * self.size))
+
+
+class Both(Pool):
+    """Two pools as one, drawn from in proportion to their sizes; ids of the second follow those of the first."""
+
+    def __init__(self, first: Pool, second: Pool) -> None:
+        if first.size is None or second.size is None:
+            raise ValueError("pools without end cannot be joined")
+        self.first, self.second = first, second
+        super().__init__(first.size + second.size, 0.0, first.seed, f"{first.stream}+{second.stream}")
+
+    def draw(self, ids: Tensor) -> TaskBatch:
+        """The tasks with these ids."""
+        size, device = self.first.size, ids.device
+        assert size is not None
+        parts, order = [], []
+        for mask, pool, shift in ((ids < size, self.first, 0), (ids >= size, self.second, size)):
+            if bool(mask.any()):
+                parts.append(pool.draw(ids[mask] - shift))
+                order.append(mask.nonzero().flatten())
+        back = torch.cat(order).argsort().to(device)
+        names = ("support_x", "support_y", "query_x", "query_y")
+        return TaskBatch(*(torch.cat([getattr(p, n) for p in parts])[back] for n in names), task_ids=ids)

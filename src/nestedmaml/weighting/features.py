@@ -34,6 +34,7 @@ class Knowledge:
 
     def __init__(self, source: Any, level: Level, seed: int, first: TaskBatch | None = None) -> None:
         self.source, self.level, self.seed, self.first = source, level, seed, first
+        self._latest: tuple[TaskBatch, Tensor] | None = None
 
     @property
     def size(self) -> int | None:
@@ -55,17 +56,24 @@ class Knowledge:
 
     def of_batch(self, batch: TaskBatch) -> Tensor:
         """Features ``[m, F]`` or ``[m, K, F]``."""
-        ids = self.ids(batch)
-        if hasattr(self.source, "features") and ids is not None:
-            return self.source.features(ids, level=self.level)
-        return random_features(batch, self.level, self.seed)
+        if self._latest is None or self._latest[0] is not batch:  # a step asks three times
+            ids = self.ids(batch)
+            if hasattr(self.source, "features") and ids is not None:
+                features = self.source.features(ids, level=self.level)
+            else:
+                features = random_features(batch, self.level, self.seed)
+            self._latest = (batch, features)
+        return self._latest[1]
 
     def of_ids(self, ids: Tensor) -> Tensor:
         """Features of any ids of the pool, ``[n, F]``."""
         if hasattr(self.source, "features"):
             return self.source.features(ids, level=self.level)
         if self.level == "instance" or not self.pooled:
-            raise ValueError("features by id need a source with an ability features(ids, level=), or draw(ids)")
+            raise ValueError(
+                "features by id need a source with an ability features(ids, level=), or for tasks draw(ids); "
+                "a learner that was loaded is told of it by prepare(train_source)"
+            )
         return torch.cat([random_features(self.source.draw(part), "task", self.seed) for part in ids.split(1024)])
 
     def sample(self, count: int) -> Tensor:
