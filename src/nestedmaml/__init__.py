@@ -11,7 +11,18 @@ from nestedmaml._version import __version__ as __version__
 
 _SURFACE = {
     "": ("functional", "losses", "methods", "models", "tasks", "weighting"),  # modules of the package itself
-    "learner": ("L2R", "MAML", "MMAML", "Learner", "NestedMAML", "Result", "Weights", "load"),
+    "learner": (
+        "BTAML",
+        "L2R",
+        "MAML",
+        "MMAML",
+        "Learner",
+        "NestedMAML",
+        "Result",
+        "TransductiveFineTuning",
+        "Weights",
+        "load",
+    ),
     "tasks": ("TaskBatch",),
 }
 
@@ -25,12 +36,14 @@ if TYPE_CHECKING:  # the same once more, for type checkers and editors; a test c
         weighting as weighting,
     )
     from nestedmaml.learner import (
+        BTAML as BTAML,
         L2R as L2R,
         MAML as MAML,
         MMAML as MMAML,
         Learner as Learner,
         NestedMAML as NestedMAML,
         Result as Result,
+        TransductiveFineTuning as TransductiveFineTuning,
         Weights as Weights,
         load as load,
     )

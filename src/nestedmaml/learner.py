@@ -26,7 +26,10 @@ from nestedmaml.tasks import TaskBatch, as_source
 from nestedmaml.train import append_row, train
 from nestedmaml.weighting import Knowledge
 
-__all__ = ["L2R", "MAML", "MMAML", "Adapted", "Learner", "NestedMAML", "Result", "Weights", "load"]
+__all__ = [
+    "BTAML", "L2R", "MAML", "MMAML", "Adapted", "Learner", "NestedMAML", "Result", "TransductiveFineTuning", "Weights",
+    "load",
+]  # fmt: skip
 
 log = logging.getLogger("nestedmaml")
 
@@ -191,6 +194,7 @@ class Learner:
             raise ValueError("a skyline needs a source that knows what is corrupt, by corrupt(ids, level=)")
         if getattr(self.method, "refill", False) or getattr(self.method, "sampling", "") == "weighted":
             require_pool(source, "this way of sampling")
+        self.state = self.method.meet(self.state, self._module, source)
         folder = None if out is None else Path(out)
         if folder is not None:
             self._open(folder, resume)
@@ -221,7 +225,8 @@ class Learner:
         """One iteration, for a loop of one's own; a rule that needs to know the pool takes this batch for it."""
         if self._knowledge is None and self.method.weighting is not None:
             self._know(Knowledge(self._source, self.method.weighting.level, self.method.seed, train_batch), train_batch)
-        self._check(train_batch)
+        if not self.method.pretrains:
+            self._check(train_batch)
         return self._iterate(train_batch, val_batch, None)
 
     def prepare(self, train_source: Any) -> Learner:
@@ -245,8 +250,10 @@ class Learner:
             device = next(iter(self.state.params.values())).device
             self.state.rule = self.method.weighting.init(knowledge, queries=example.queries, device=device)
 
-    def _iterate(self, tasks: TaskBatch, val: TaskBatch | None, correction: Tensor | None) -> dict[str, float]:
+    def _iterate(self, tasks: Any, val: TaskBatch | None, correction: Tensor | None) -> dict[str, float]:
         like = next(iter(self.state.params.values()))
+        if self.method.pretrains and not isinstance(tasks, TaskBatch):
+            return self.method.step(self.state, self._module, tuple(part.to(like.device) for part in tasks), None)  # type: ignore[arg-type]
         for part in (tasks, val):
             if part is not None and part.query_x.device.type == "cpu":
                 part.require_finite()
@@ -460,7 +467,19 @@ class NestedMAML(Learner):  # noqa: D101
     kind = methods.NestedMAML
 
 
-LEARNERS: dict[str, type[Learner]] = {cls.__name__: cls for cls in (L2R, MAML, MMAML, NestedMAML)}
+class BTAML(Learner):  # noqa: D101
+    __doc__ = methods.BTAML.__doc__
+    kind = methods.BTAML
+
+
+class TransductiveFineTuning(Learner):  # noqa: D101
+    __doc__ = methods.TransductiveFineTuning.__doc__
+    kind = methods.TransductiveFineTuning
+
+
+LEARNERS: dict[str, type[Learner]] = {
+    cls.__name__: cls for cls in (BTAML, L2R, MAML, MMAML, NestedMAML, TransductiveFineTuning)
+}
 _RULES = {n: getattr(weighting, n) for n in ("Amortised", "Cluster", "Instance", "Task", "Uniform")}
 _LOSSES = {n: getattr(losses, n) for n in losses.__all__}
 

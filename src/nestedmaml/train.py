@@ -95,6 +95,8 @@ def draw(learner: Learner, source: Any, count: int) -> tuple[TaskBatch, Tensor |
         return weighted_batch(source, learner._weights_at, step, count, explore=method.explore, seed=method.seed)  # type: ignore[attr-defined]
     if getattr(method, "refill", False):
         return clean_batch(source, step, count, seed=method.seed), None
+    if method.pretrains:
+        return source.labelled(step, getattr(method, "pretrain_batch", None) or count), None
     return source.sample(step, count), None
 
 

@@ -74,6 +74,8 @@ class Method:
 
     needs_truth: ClassVar[bool] = False
     needs_val: ClassVar[bool] = False
+    pretrains: ClassVar[bool] = False
+    """Whether ``step`` takes single instances with global classes, ``(x, y)``, instead of tasks."""
     weighting: Rule | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +90,10 @@ class Method:
         # built once here, so that whatever cannot work is refused before anything is trained
         self.adaptation(model, params)
         return State(params, make_optimizer(self.optimizer, params.values(), self.meta_lr))
+
+    def meet(self, state: State, model: nn.Module, source: Any) -> State:
+        """The state for a source that ``fit`` was given, before anything is trained or read from disk."""
+        return state
 
     def step(
         self,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -77,7 +78,8 @@ class TransductiveFineTuning(Method):
     def _refuse_regression(self) -> None:
         """A loss that cannot take integer classes for targets is one for regression."""
         try:
-            fits = self.loss(torch.zeros(2, 3), torch.tensor([0, 2])).shape == (2,)
+            with warnings.catch_warnings(action="ignore"):
+                fits = self.loss(torch.zeros(2, 3), torch.tensor([0, 2])).shape == (2,)
         except (ValueError, RuntimeError, TypeError, IndexError):
             fits = False
         if not fits:
@@ -146,7 +148,7 @@ class TransductiveFineTuning(Method):
         network, like = self._built(), next(iter(state.params.values()))
         if resolve_batching(self.batching, network, like.device) == "vmap":  # type: ignore[arg-type]
             tuned = self.finetune(state.params, batch.support_x, batch.support_y, batch.query_x)
-            return vmap(network)({n: tuned[n] for n in tuned}, batch.query_x)
+            return vmap(network)(tuned, batch.query_x)
         out = []
         for sx, sy, qx in zip(batch.support_x, batch.support_y, batch.query_x, strict=True):
             tuned = self.finetune(state.params, sx[None], sy[None], qx[None])
