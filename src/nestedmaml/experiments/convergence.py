@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,14 +267,17 @@ def figure(points: Sequence[Mapping[str, Any]], png: Path | None = None) -> str:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from PIL import Image
 
     with matplotlib.rc_context(_STYLE):
         if png is not None:
-            drawn = Figure(figsize=(9.6, 4.0), layout="constrained", facecolor="white")
+            drawn = Figure(figsize=(9.6, 4.4), layout="constrained", facecolor="white")
             FigureCanvasAgg(drawn)
             _draw(drawn, points)
-            drawn.savefig(png, format="png", dpi=150, metadata={"Software": None})
-        drawn = Figure(figsize=(9.6, 4.0), layout="constrained")
+            pixels = io.BytesIO()
+            drawn.savefig(pixels, format="png", dpi=150)
+            Image.open(pixels).convert("RGB").quantize(96, dither=Image.Dither.NONE).save(png, optimize=True)
+        drawn = Figure(figsize=(9.6, 4.4), layout="constrained")
         FigureCanvasSVG(drawn)
         _draw(drawn, points)
         out = io.StringIO()
@@ -284,37 +288,44 @@ def figure(points: Sequence[Mapping[str, Any]], png: Path | None = None) -> str:
 
 def _draw(drawn: Figure, points: Sequence[Mapping[str, Any]]) -> None:
     left, right = drawn.subplots(1, 2)
-    fits = slopes(points)
-    _panel(left, points, [fit for fit in fits if fit.norm == "plain"], "The theorem's norm:  min E‖∇w‖²")
-    _panel(right, points, [fit for fit in fits if fit.norm == "divided by eta^2"], "Divided by η²:  min E‖∇w‖² / η²")
+    fits = list(zip(slopes(points), slopes(points, late(points)), strict=True))
+    _panel(left, points, [pair for pair in fits if pair[0].norm == "plain"], "The theorem's norm, min E‖∇w‖²")
+    _panel(right, points, [pair for pair in fits if pair[0].norm == "divided by eta^2"], "The same divided by η²")
 
 
-def _panel(axes: Axes, points: Sequence[Mapping[str, Any]], fits: Sequence[Slope], title: str) -> None:
+def _panel(axes: Axes, points: Sequence[Mapping[str, Any]], fits: Sequence[tuple[Slope, Slope]], title: str) -> None:
+    """One norm: dots for the seeds' mean, faint lines for seeds, a dotted fit of all horizons, one of the late."""
+    from matplotlib.ticker import NullFormatter
+
     ends = []
-    for fit in fits:
+    for fit, after in fits:
         colour = _COLOURS[fit.setting]
         horizons, values = _table(points, fit.setting, NORMS[fit.norm])
         relative = values / values[:, :1]
         mean = np.exp(np.log(relative).mean(0))
         if len(relative) > 1:
             axes.plot(horizons, relative.T, color=colour, alpha=0.25, linewidth=0.7, zorder=1)
-        axes.plot(horizons, mean, linestyle="", marker="o", markersize=4.2, markeredgewidth=0, color=colour, zorder=3)
-        centre = np.exp(np.log(horizons).mean())
-        line = np.exp(np.log(mean).mean()) * (horizons / centre) ** fit.value
-        axes.plot(horizons, line, color=colour, linewidth=1.6, zorder=2)
-        ci = "" if fit.ci95 is None else f" ± {fit.ci95:.2f}"
-        ends.append((float(line[-1]), f"{SETTINGS[fit.setting]}\nslope {fit.value:.2f}{ci}".replace("-", "−"), colour))
-    if fits[0].norm == "plain":
+        axes.plot(horizons, mean, linestyle="", marker="o", markersize=4.2, markeredgewidth=0, color=colour, zorder=4)
+        for each, style in ((fit, {"linewidth": 0.9, "alpha": 0.7, "linestyle": (0, (1, 1.5))}), (after, {})):
+            kept = horizons >= each.since
+            centre, level = (np.exp(np.log(part[kept]).mean()) for part in (horizons, mean))
+            line = level * (horizons[kept] / centre) ** each.value
+            axes.plot(horizons[kept], line, color=colour, zorder=2, **{"linewidth": 1.7, **style})
+        label = f"{SETTINGS[fit.setting]}\nslope {_signed(fit)}\nT ≥ {after.since:,}: {_signed(after)}"
+        ends.append((float(mean[-1]), label, colour))
+    if fits[0][0].norm == "plain":
         promise = (horizons / horizons[0]) ** -0.5
         axes.plot(horizons, promise, color=_GREY, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
         ends.append((float(promise[-1]), "promised\nslope −0.50", _GREY))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    shown = horizons[:: max(1, math.ceil(len(horizons) / 6))]
+    shown = horizons[:: max(1, math.ceil(len(horizons) / 4))]
     axes.set_xticks(shown, [f"{value:,}" for value in shown.astype(int)])
-    axes.set_xlabel("iterations T, runs of their own for each")
+    axes.set_xlabel("iterations T")
     axes.set_ylabel("relative to T = 32")
+    axes.set_ylim(min(0.1, axes.get_ylim()[0]), 2)
     axes.yaxis.set_major_formatter(_power)
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color=_GREY, alpha=0.22, linewidth=0.6)
     axes.set_title(title, loc="left", fontsize=9.5, weight="bold", pad=8)
     _label(axes, float(horizons[-1]), ends)
@@ -327,6 +338,11 @@ def _table(points: Sequence[Mapping[str, Any]], setting: str, column: str) -> tu
     return np.array(horizons, dtype=float), np.array([[value[seed, t] for t in horizons] for seed in seeds])
 
 
+def _signed(slope: Slope) -> str:
+    ci = "" if slope.ci95 is None else f" ± {slope.ci95:.2f}"
+    return f"{round(slope.value, 2) + 0.0:.2f}{ci}".replace("-", "−")  # + 0.0: no negative zero
+
+
 def _power(value: float, _: Any = None) -> str:
     if 0.01 <= value <= 100:
         return f"{value:g}"
@@ -334,20 +350,20 @@ def _power(value: float, _: Any = None) -> str:
 
 
 def _label(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Two lines of text at the end of each line, moved apart where they would touch."""
+    """Some lines of text at the end of each line, moved apart where they would touch."""
     drawn = axes.figure
     drawn.canvas.draw()  # type: ignore[attr-defined]
     scale = 72 / drawn.get_dpi()  # type: ignore[union-attr]
     own = [axes.transData.transform((x, y))[1] * scale for y, _, _ in ends]
     order = sorted(range(len(ends)), key=lambda i: own[i])
-    place, gap = list(own), 27.0
+    place, gap = list(own), 38.0
     for _ in range(200):
-        for below, above in zip(order, order[1:], strict=False):
+        for below, above in pairwise(order):
             overlap = gap - (place[above] - place[below])
             if overlap > 0:
                 place[below] -= overlap / 2
                 place[above] += overlap / 2
-    low = axes.transAxes.transform((0, 0))[1] * scale + 10
+    low = axes.transAxes.transform((0, 0))[1] * scale + 14
     for i in order:
         place[i] = max(place[i], low)
         low = place[i] + gap
@@ -355,11 +371,11 @@ def _label(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None
         axes.annotate(
             label,
             (x, y),
-            (16, place[i] - own[i]),
+            (18, place[i] - own[i]),
             textcoords="offset points",
             color=colour,
             va="center",
-            fontsize=8.5,
+            fontsize=8.2,
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3},
         )
@@ -378,8 +394,14 @@ def run(out: Path, seeds: Sequence[int], scale: str, say: Callable[[str], None] 
     chosen = SCALES[scale]
     seeds = sorted(set(seeds))
     results = Results(out)
-    options = {"experiment": "convergence", "scale": scale, "seeds": seeds, "horizons": chosen.horizons,
-               "runs": chosen.runs, "k": TRAVEL, "constants": {str(seed): constants(seed) for seed in seeds}}  # fmt: skip
+    options = {
+        "experiment": "convergence",
+        "scale": scale,
+        "seeds": seeds,
+        "horizons": chosen.horizons,
+        "runs": chosen.runs,
+        "constants": {str(seed): constants(seed) for seed in seeds},
+    }
     config = results.save_config(options)
     if any(row.experiment == "convergence" and row.config == config for row in results.read()):
         raise FileExistsError(f"{results.path} already holds the slopes of these seeds at scale {scale}")

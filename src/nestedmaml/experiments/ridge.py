@@ -152,7 +152,8 @@ class Problem:
     ) -> tuple[Array, Array]:
         """The gradient of a mini-batch's weights ``[..., m]``, and its tasks' meta-gradients ``[..., m, d]``.
 
-        Training tasks ``index`` and validation tasks ``chosen``; ``theta [..., d]``, ``weights [..., M]``. This is `functional.weight_gradient` with one inner step.
+        Training tasks ``index`` and validation tasks ``chosen``; ``theta [..., d]``, ``weights [..., M]``. This
+        is `functional.weight_gradient` with one inner step.
         """
         p, q, pv, qv = self._affine
         m = index.shape[-1]
