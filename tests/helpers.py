@@ -195,15 +195,16 @@ class Waves(nm.tasks.Sinusoid):
 
 
 class Blobs(nm.tasks.Pool):
-    """Classification of points around ``ways`` of ``classes`` centres, each task in a rotation of its own.
+    """Classification of points around ``ways`` of ``classes`` centres, in an order of each task's own.
 
+    Half of their coordinates are loud and say nothing, which takes meta-training to see.
     ``ratio`` of the tasks have labels that mean nothing; ``noise`` of the instances are labelled as the next class.
     """
 
     def __init__(self, ways=3, shots=5, queries=4, *, ratio=0.0, noise=0.0, size=200, seed=0, split="train"):
         super().__init__(size, ratio, seed, f"blobs/{split}")
         self.ways, self.shots, self.queries, self.noise, self.classes = ways, shots, queries, noise, 12
-        self.centres = 2 * torch.randn(self.classes, 6, generator=generator(99))
+        self.centres = 2 * torch.randn(self.classes, 6, generator=generator(99)) * torch.tensor([1, 1, 1, 0, 0, 0])
 
     @property
     def instances(self):
@@ -236,7 +237,8 @@ class Blobs(nm.tasks.Pool):
 
     def _noise(self, i, n):
         index = (i, torch.arange(n).numpy()[:, None], range(6))
-        return torch.from_numpy(sum(uniform(self.seed, f"noise/{k}", *index) for k in range(3)) - 1.5).float()
+        noise = torch.from_numpy(sum(uniform(self.seed, f"noise/{k}", *index) for k in range(3)) - 1.5).float()
+        return noise * torch.tensor([1.0, 1.0, 1.0, 4.0, 4.0, 4.0])
 
 
 class Secret:

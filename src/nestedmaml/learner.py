@@ -186,6 +186,8 @@ class Learner:
         for what, value in (("iterations", iterations), ("batch", batch), ("val_batch", val_batch), ("every", every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{what} must be an integer >= 1, got {value!r}")
+        if compile not in (True, False, "auto"):
+            raise ValueError(f"compile must be True, False or 'auto', got {compile!r}")
         source = as_source(train_source)
         val = None if val_source is None else as_source(val_source)
         if self.method.needs_val and val is None:
@@ -223,10 +225,10 @@ class Learner:
 
     def step(self, train_batch: TaskBatch, val_batch: TaskBatch | None = None) -> dict[str, float]:
         """One iteration, for a loop of one's own; a rule that needs to know the pool takes this batch for it."""
-        if self._knowledge is None and self.method.weighting is not None:
-            self._know(Knowledge(self._source, self.method.weighting.level, self.method.seed, train_batch), train_batch)
         if not self.method.pretrains:
             self._check(train_batch)
+        if self._knowledge is None and self.method.weighting is not None:
+            self._know(Knowledge(self._source, self.method.weighting.level, self.method.seed, train_batch), train_batch)
         return self._iterate(train_batch, val_batch, None)
 
     def prepare(self, train_source: Any) -> Learner:
@@ -271,8 +273,6 @@ class Learner:
             self.method.predictions(self.state, self._module, one)
 
     def _compile(self, wanted: bool | Literal["auto"], iterations: int) -> None:
-        if wanted not in (True, False, "auto"):
-            raise ValueError(f"compile must be True, False or 'auto', got {wanted!r}")
         if not wanted or (wanted == "auto" and iterations < COMPILE_FROM):
             return
         self.method.use_compiler(self._module, self.state.params, forced=wanted is True)
@@ -348,10 +348,10 @@ class Learner:
             return rule.shape(state["learned"], state, self._places[ids.to(self._places.device)])
 
     def _warn_about_weights(self) -> None:
-        if self.state.rule is None or self.iteration < 200 or isinstance(self.method.weighting, weighting.Uniform):
+        rule, known = self.method.weighting, self._knowledge
+        if rule is None or self.state.rule is None or self.iteration < 200 or isinstance(rule, weighting.Uniform):
             return
-        known = self._knowledge
-        if known is None or known.size is None or getattr(self, "_warned", False):
+        if known is None or not rule.knows(known) or getattr(self, "_warned", False):
             return
         ids = torch.randperm(known.size, generator=torch.Generator().manual_seed(0))[:2000]
         w = self._weights_at(ids).double()
@@ -437,7 +437,7 @@ class Learner:
 
     def _write_weights(self, path: Path) -> None:
         rule = self.method.weighting
-        if rule is None or self._knowledge is None or self._knowledge.size is None:
+        if rule is None or self._knowledge is None or not rule.knows(self._knowledge):
             return
         ids = torch.arange(self._knowledge.size)
         columns = [ids.tolist(), self._weights_at(ids).double().cpu().tolist()]

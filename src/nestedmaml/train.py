@@ -113,12 +113,11 @@ def weights_by_truth(learner: Learner, source: Any, most: int = 2000) -> dict[st
     """Mean and spread of the weights of clean and of corrupt tasks, over at most ``most`` of the pool."""
     import torch
 
-    rule = learner.method.weighting
-    if rule is None or not hasattr(source, "corrupt") or getattr(source, "size", None) is None:
+    rule, known = learner.method.weighting, learner._knowledge
+    if rule is None or known is None or not hasattr(source, "corrupt") or not rule.knows(known):
         return {}
-    size = source.size if rule.level == "task" else getattr(source, "instances", 0)
-    if not size:
-        return {}
+    size = known.size
+    assert size is not None
     ids = torch.arange(size)
     if size > most:
         ids = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:most].sort().values

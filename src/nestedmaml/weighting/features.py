@@ -50,6 +50,11 @@ class Knowledge:
             self.source is not None and hasattr(self.source, "draw") and getattr(self.source, "size", None) is not None
         )
 
+    @property
+    def by_id(self) -> bool:
+        """Whether features can be had of ids alone, without a batch."""
+        return hasattr(self.source, "features") or (self.level == "task" and self.pooled)
+
     def ids(self, batch: TaskBatch) -> Tensor | None:
         """The ids that weights are kept by: of tasks ``[m]`` or of query instances ``[m, K]``."""
         return batch.task_ids if self.level == "task" else batch.instance_ids
@@ -69,7 +74,7 @@ class Knowledge:
         """Features of any ids of the pool, ``[n, F]``."""
         if hasattr(self.source, "features"):
             return self.source.features(ids, level=self.level)
-        if self.level == "instance" or not self.pooled:
+        if not self.by_id:
             raise ValueError(
                 "features by id need a source with an ability features(ids, level=), or for tasks draw(ids); "
                 "a learner that was loaded is told of it by prepare(train_source)"
@@ -79,7 +84,7 @@ class Knowledge:
     def sample(self, count: int) -> Tensor:
         """Features of some of the pool, ``[n, F]``, n <= count: a pure function of the pool and the seed."""
         size = self.size
-        if size is not None and (self.pooled or hasattr(self.source, "features")):
+        if size is not None and self.by_id:
             if size <= count:
                 return self.of_ids(torch.arange(size))
             chosen = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))[:count]

@@ -81,12 +81,14 @@ class Rule:
             raise ValueError(
                 "normalize='task' relates the instances of a task to each other: it needs level='instance'"
             )
-        for name in ("initial", "lr", "margin", "cosine", "warmup"):
+        for name in ("lr", "margin", "cosine", "warmup"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a number >= 0, got {value}")
-        if not (math.isfinite(self.bound) and self.bound > 0):
-            raise ValueError(f"bound must be a number > 0, got {self.bound}")
+        for name in ("initial", "bound"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a number > 0, got {value}")
 
     # What a rule's own file adds ---------------------------------------------------------------------------
 
@@ -109,6 +111,10 @@ class Rule:
     def pool(self, learned: dict[str, Tensor], state: State) -> tuple[Tensor, Tensor]:
         """Raw values that stand for the whole pool, with their shares of it."""
         raise NotImplementedError
+
+    def knows(self, knowledge: Knowledge) -> bool:
+        """Whether `at` can be asked for the weights of the pool."""
+        return knowledge.size is not None and knowledge.by_id
 
     # What all have -----------------------------------------------------------------------------------------
 

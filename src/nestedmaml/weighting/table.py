@@ -76,6 +76,10 @@ class ById(Table):
                 state["moments"][name] = torch.cat([value, value.new_zeros(missing)])
         return ids.to(table.device)
 
+    def knows(self, knowledge: Knowledge) -> bool:
+        """Ids are all it takes."""
+        return knowledge.size is not None
+
     def pool(self, learned: dict[str, Tensor], state: State) -> tuple[Tensor, Tensor]:
         """One raw value whose weight is the pool's mean."""
         first = self._positive(state["fixed"]["first"], state)

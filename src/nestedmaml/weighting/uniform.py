@@ -32,6 +32,10 @@ class Uniform(Rule):
         """The same weight for all."""
         return state["fixed"]["unit"].expand(ids.shape)
 
+    def knows(self, knowledge: Knowledge) -> bool:
+        """One weight is everybody's."""
+        return knowledge.size is not None
+
     def update(self, state: State, *args: object, **kwargs: object) -> State:
         """Nothing to learn."""
         return state
