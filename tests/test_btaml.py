@@ -117,7 +117,7 @@ def test_all_off_is_maml(name, order):
 def test_gradient_is_that_of_finite_differences(name):
     """Along one direction in all parameters, the encoder's too."""
     problem = PROBLEMS[name]()
-    learner = problem_learner(problem, initial_sd=0.3)
+    learner = problem_learner(problem, initial_sd=0.3, kl_weight=1.0)
     method, params = learner.method, learner.params
     alg = method.adaptation(learner._module, params)
     noise = method.noise(len(problem.train), "train", 0, next(iter(params.values())))
@@ -186,7 +186,7 @@ def test_predictions_average_draws_and_agree_with_adapt(mc_samples):
     alg = learner.method.adaptation(learner._module, learner.params)
     each = []
     for draw in noise:
-        phi, _ = learner.method.adapted(alg, learner.params, batch.support_x[0], batch.support_y[0], draw)
+        phi, _, _ = learner.method.adapted(alg, learner.params, batch.support_x[0], batch.support_y[0], draw)
         each.append(torch.func.functional_call(learner._module, phi, (batch.query_x[0],)).softmax(-1))
     assert torch.allclose(torch.stack(each).mean(0), stacked[0], atol=1e-5)
 
@@ -240,3 +240,12 @@ def test_a_model_without_layers_is_refused():
 
     with pytest.raises(ValueError, match="BTAML needs a model of linear layers or convolutions"):
         nm.BTAML(Shift())
+
+
+def test_a_draw_that_diverges_does_not_count():
+    method = nm.BTAML(nm.models.mlp(), loss=nm.losses.squared_error).method
+    outputs = torch.tensor([[[1.0], [1.0]], [[3.0], [torch.inf]], [[1e9], [5.0]]])  # draws, tasks, instances
+    sound = torch.tensor([[True, True], [True, False], [False, True]])
+    assert method.average(outputs, sound).tolist() == [[2.0], [3.0]]
+    learner = nm.BTAML(nm.models.mlp(seed=1), inner_lr=0.02, initial_sd=2.0, use_z=False, mc_samples=50)
+    assert learner.evaluate(nm.tasks.Sinusoid(size=None), tasks=20).mean < 10

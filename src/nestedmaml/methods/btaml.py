@@ -9,6 +9,9 @@ An encoder looks at the support set and infers three variables that say how a ta
 All three are Gaussian under the posterior q and standard normal under the prior. The meta-objective is the mean query
 loss plus KL(q || prior) / (S + K); predictions average over draws from q.
 
+The inner step size is MAML's, fixed; the authors' runs also learn one for each parameter (Meta-SGD),
+for which ``inner_lr`` takes a dict of tensors but does not train them.
+
 The encoder is a set of sets: the instances of a class are pooled to the class, the classes to the task, both by
 statistics: mean, variance, skewness, kurtosis, and the set's size. As in the authors' code, z leaves a classifier's
 last layer alone (its rows belong to no class in particular); since normalisation undoes a scaling before it, z
@@ -17,6 +20,7 @@ scales and shifts normalisation layers too. In regression the support set, pairs
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +40,8 @@ from nestedmaml.weighting import Knowledge
 
 __all__ = ["BTAML"]
 
+log = logging.getLogger("nestedmaml")
+
 PREFIX = "btaml."  # of the encoder's parameters among those of the model
 Posterior = dict[str, tuple[Tensor, Tensor]]
 
@@ -48,18 +54,19 @@ class BTAML(Method):
         use_z: infer z, which relocates the initial parameters.
         use_omega: infer omega, the classes' shares in the support loss (classification only).
         use_gamma: infer gamma, the layers' step sizes. With all three off this is MAML.
-        kl_weight: factor of the KL term; 1 in the paper.
+        kl_weight: factor of the KL term. None is the paper's 1 for classes. A squared error is a Gaussian's negative
+            log-likelihood times twice its variance, and so is the KL beside it: None is 0.02 there, noise of 0.1.
         mc_samples: draws from the posterior that a prediction averages over; 0 takes the posterior's mean.
         order: 2, or 1: the support gradients do not depend on the parameters (but still on omega).
         width: features of an instance in the encoder.
-        initial_sd: standard deviation of the posteriors before training.
+        initial_sd: standard deviation of the posteriors before training (0.69 in the authors' code).
         classes: whether targets are classes; None: whether the loss is ``nestedmaml.losses.cross_entropy``.
     """
 
     use_z: bool = True
     use_omega: bool = True
     use_gamma: bool = True
-    kl_weight: float = 1.0
+    kl_weight: float | None = None
     mc_samples: int = 10
     order: Literal[1, 2] = 2
     width: int = 64
@@ -76,7 +83,7 @@ class BTAML(Method):
         count(self, "width", least=2)
         if self.order not in (1, 2):
             raise ValueError(f"order must be 1 or 2, got {self.order!r}")
-        if not (math.isfinite(self.kl_weight) and self.kl_weight >= 0):
+        if self.kl_weight is not None and not (math.isfinite(self.kl_weight) and self.kl_weight >= 0):
             raise ValueError(f"kl_weight must be a number >= 0, got {self.kl_weight!r}")
 
     def init(self, model: nn.Module, params: Params) -> State:
@@ -97,6 +104,11 @@ class BTAML(Method):
         """Alg of the model's parameters alone."""
         own = {n: p for n, p in params.items() if not n.startswith(PREFIX)}
         return super().adaptation(model, own, steps=steps, order=order)
+
+    def use_compiler(self, model: nn.Module, params: Params, *, forced: bool) -> None:
+        """Not compiled: unrolled, with the encoder in it, the gradient takes minutes to compile."""
+        if forced:
+            log.warning("BTAML is not compiled: its unrolled gradient takes minutes to compile")
 
     def forget(self) -> None:
         """Build the adaptations and what maps them anew."""
@@ -133,12 +145,15 @@ class BTAML(Method):
         self, alg: Adaptation, params: Params, batch: TaskBatch, noise: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Params]:
         """Per task: the query losses and the KL, and the gradient of the objective in all that learns."""
-        kl_weight = self.kl_weight / (batch.shots + batch.queries)
+        kl_weight = self.kl_weight
+        if kl_weight is None:
+            kl_weight = 1.0 if self._built().classes else 0.02
+        kl_weight = kl_weight / (batch.shots + batch.queries)
 
         def objective(
             params: Params, sx: Tensor, sy: Tensor, qx: Tensor, qy: Tensor, noise: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            phi, kl = self.adapted(alg, params, sx, sy, noise)
+            phi, kl, _ = self.adapted(alg, params, sx, sy, noise)
             values = alg.values(phi, qx, qy)
             return values.mean() + kl_weight * kl, (values, kl)
 
@@ -152,8 +167,10 @@ class BTAML(Method):
         values, kl, grads = self.over_tasks(("gradients", kl_weight), one, alg, learning, *tasks)
         return (values, kl), grads
 
-    def adapted(self, alg: Adaptation, params: Params, sx: Tensor, sy: Tensor, noise: Tensor) -> tuple[Params, Tensor]:
-        """One task's adapted parameters for one draw of z, omega and gamma, and the KL of their posteriors."""
+    def adapted(
+        self, alg: Adaptation, params: Params, sx: Tensor, sy: Tensor, noise: Tensor
+    ) -> tuple[Params, Tensor, Params]:
+        """One task, for one draw of z, omega and gamma: adapted parameters, the KL, and where adaptation began."""
         theta = {n: p for n, p in params.items() if n in alg.theta}
         rates, weights = alg.lr, torch.ones(len(sx), dtype=noise.dtype, device=sx.device)
         kl = noise.new_zeros(())
@@ -164,28 +181,35 @@ class BTAML(Method):
             drawn = encoder.draw(q, noise)
             kl = divergence(q)
             theta, rates, weights = encoder.balance(theta, alg.lr, drawn, sy)
+        start = theta
         for _ in range(alg.steps):
             at = theta if alg.order == 2 else {n: p.detach() for n, p in theta.items()}
             g = alg.support_gradient(at, sx, sy, weights)
             theta = {**theta, **{n: theta[n] - rates[n] * g[n] for n in alg.inner}}
-        return theta, kl
+        return theta, kl, start
 
     @torch.no_grad()
     def predictions(self, state: State, model: nn.Module, batch: TaskBatch) -> Tensor:
         """The mean over draws: of outputs, or of probabilities, whose logarithm is returned."""
+        # with no_grad the inner steps are the same at either order
         alg = self.adaptation(model, state.params, steps=self.test_steps, order=1)
 
-        def one(params: Params, sx: Tensor, sy: Tensor, qx: Tensor, noise: Tensor) -> Tensor:
-            phi, _ = self.adapted(alg, params, sx, sy, noise)
-            return functional_call(model, {**alg.held, **phi}, (qx,))
+        def one(params: Params, sx: Tensor, sy: Tensor, qx: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+            phi, _, start = self.adapted(alg, params, sx, sy, noise)
+            return functional_call(model, {**alg.held, **phi}, (qx,)), converges(alg, start, phi, sx, sy)
 
         alg.refuse_changing_buffers(batch.support_x[0])
         params = {n: p.detach() for n, p in state.params.items()}
         noise = self.test_noise(next(iter(params.values())))
         tasks = (batch.support_x, batch.support_y, batch.query_x)
-        return self.average(
-            self.over_tasks(("predictions",), one, alg, params, *tasks, draw.expand(len(batch), -1)) for draw in noise
+        outputs, sound = zip(
+            *(
+                self.over_tasks(("predictions",), one, alg, params, *tasks, draw.expand(len(batch), -1))
+                for draw in noise
+            ),
+            strict=True,
         )
+        return self.average(torch.stack(outputs), torch.stack(sound))
 
     @torch.no_grad()
     def adapt(
@@ -198,16 +222,32 @@ class BTAML(Method):
         alg.refuse_changing_buffers(support_x)
         params = {n: p.detach() for n, p in state.params.items()}
         draws = self.test_noise(next(iter(params.values())))
-        models = [{**alg.held, **self.adapted(alg, params, support_x, support_y, draw)[0]} for draw in draws]
-        centre = {**alg.held, **self.adapted(alg, params, support_x, support_y, torch.zeros_like(draws[0]))[0]}
-        return lambda x: self.average(functional_call(model, phi, (x,)) for phi in models), centre
+        models, sound = [], []
+        for draw in [*draws, torch.zeros_like(draws[0])]:
+            phi, _, start = self.adapted(alg, params, support_x, support_y, draw)
+            models.append({**alg.held, **phi})
+            sound.append(converges(alg, start, phi, support_x, support_y))
+        *models, centre = models
 
-    def average(self, outputs: Any) -> Tensor:
-        """The mean of outputs in regression, the logarithm of the mean probability for classes."""
-        outputs = torch.stack(list(outputs))
-        if not self._built().classes or len(outputs) == 1:
-            return outputs.mean(0)
-        return outputs.log_softmax(-1).logsumexp(0) - math.log(len(outputs))
+        def predict(x: Tensor) -> Tensor:
+            outputs = torch.stack([functional_call(model, phi, (x,)) for phi in models])
+            return self.average(outputs, torch.stack(sound[:-1]))
+
+        return predict, centre
+
+    def average(self, outputs: Tensor, sound: Tensor) -> Tensor:
+        """The mean of outputs in regression, the logarithm of the mean probability for classes; over sound draws.
+
+        Step sizes are log-normal, so that now and then the inner loop of a draw diverges, which the support loss
+        shows; a single such draw would be the whole of a mean. Where none is sound, all count.
+        """
+        if len(outputs) == 1:
+            return outputs[0]
+        sound = sound | ~sound.any(0)
+        sound = sound.view(*sound.shape, *[1] * (outputs.ndim - sound.ndim))
+        if not self._built().classes:
+            return outputs.masked_fill(~sound, 0).sum(0) / sound.sum(0)
+        return outputs.log_softmax(-1).masked_fill(~sound, -math.inf).logsumexp(0) - sound.sum(0).log()
 
     def noise(self, rows: int, stream: str, step: int, like: Tensor) -> Tensor:
         """Standard normal numbers, a row for each draw, from the seed and the step alone."""
@@ -224,8 +264,8 @@ class BTAML(Method):
         """``one`` for every task: vectorised, or looped where the model is convolutional and on a CPU."""
         key = (*key, id(alg))
         if key not in self._mapped:
-            mapped = vmap(one, in_dims=(None, *[0] * len(tasks))) if alg.batching == "vmap" else looped(one)
-            self._mapped[key] = self.compiler(mapped) if self.compiler and alg.batching == "vmap" else mapped
+            vectorised = alg.batching == "vmap"
+            self._mapped[key] = vmap(one, in_dims=(None, *[0] * len(tasks))) if vectorised else looped(one)
         return self._mapped[key](params, *tasks)
 
     def _built(self) -> Encoder:
@@ -367,6 +407,12 @@ def pooled(x: Tensor, members: Tensor, eps: float = 1e-5) -> Tensor:
 def class_weights(omega: Tensor, present: Tensor) -> Tensor:
     """omega: a softmax over the classes that a support set has, times their number, which it sums to."""
     return omega.masked_fill(~present, -math.inf).softmax(0) * present.sum()
+
+
+def converges(alg: Adaptation, start: Params, phi: Params, sx: Tensor, sy: Tensor) -> Tensor:
+    """Whether the support loss of adapted parameters is finite, and at most twice what it was."""
+    after = alg.values(phi, sx, sy).mean()
+    return after.isfinite() & (after <= 2 * alg.values(start, sx, sy).mean())
 
 
 def divergence(q: Posterior) -> Tensor:

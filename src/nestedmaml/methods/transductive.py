@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from nestedmaml.functional import Params, refuse_unusable, resolve_batching
+from nestedmaml.functional import Params, resolve_batching
 from nestedmaml.methods.method import Figures, Method, State, count, make_optimizer, meta_step, norms, positive
 from nestedmaml.tasks.batch import TaskBatch
 from nestedmaml.tasks.counter import bits
@@ -90,7 +90,8 @@ class TransductiveFineTuning(Method):
 
     def init(self, model: nn.Module, params: Params) -> State:
         """The model's parameters, and once the number of classes is known those of the global head."""
-        refuse_unusable(model)
+        # not used, but options that cannot be right are refused as everywhere
+        self.adaptation(model, {n: params[n] for n, _ in model.named_parameters()})
         self._network = network = _Network(model, self.head, self.scale)
         own = {n: params[n] for n, _ in model.named_parameters()}
         if self.classes is not None:
