@@ -514,11 +514,11 @@ def test_the_correction_enters_the_meta_step():
     [W.Task(), W.paper(W.Task), W.Instance(), W.paper(W.Instance, initial=0.25)],
     ids=lambda r: f"{r.level}-{r.form}",
 )
-@pytest.mark.parametrize("size", [1e3, 1e30])
+@pytest.mark.parametrize("size", [100.0, 1e30])
 def test_a_diverging_task_is_counted_and_left_out(rule, size):
     """Both where the gradient is not finite, and where it is finite and absurd."""
     data, val = source("regression", size=8), source("regression", "val", 8)
-    learner = nested(weighting=rule, inner_steps=3).prepare(data)
+    learner = nested(weighting=rule, optimizer="sgd").prepare(data)  # Adam would hide how long a step is
     learner.step(data.draw(torch.arange(4)), val.sample(0, 3))  # what a usual gradient's length is
     before = learner.params
     bad = data.draw(torch.tensor([4, 5, 6, 7]))
