@@ -454,8 +454,10 @@ def descend(theta: Params, gradient: Params, lr: float) -> Params:
 
 
 def resolve_batching(batching: Batching, model: nn.Module, device: torch.device) -> Literal["vmap", "loop"]:
-    """How tasks are batched. On a CPU, tasks through convolutions are looped: under vmap they become one
-    grouped convolution, which is several times slower there; all else is vectorised."""
+    """How tasks are batched: looped where they go through convolutions on a CPU, vectorised everywhere else.
+
+    Under vmap such tasks become one grouped convolution, which is several times slower there.
+    """
     if batching == "auto":
         convolutional = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in model.modules())
         return "loop" if convolutional and device.type == "cpu" else "vmap"

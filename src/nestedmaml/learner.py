@@ -353,6 +353,7 @@ class Learner:
             return
         if known is None or not rule.knows(known) or getattr(self, "_warned", False):
             return
+        assert known.size is not None
         ids = torch.randperm(known.size, generator=torch.Generator().manual_seed(0))[:2000]
         w = self._weights_at(ids).double()
         share = float(w.sum() ** 2 / (len(w) * w.square().sum()).clamp_min(1e-300))
@@ -439,6 +440,7 @@ class Learner:
         rule = self.method.weighting
         if rule is None or self._knowledge is None or not rule.knows(self._knowledge):
             return
+        assert self._knowledge.size is not None
         ids = torch.arange(self._knowledge.size)
         columns = [ids.tolist(), self._weights_at(ids).double().cpu().tolist()]
         known = hasattr(self._source, "corrupt")

@@ -239,7 +239,7 @@ def late(points: Sequence[Mapping[str, Any]]) -> int:
 
 _COLOURS = dict(zip(SETTINGS, ("#2f86c9", "#8a6fd1", "#12966b", "#dd6b20"), strict=True))
 _GREY, _INK = "#8b929c", "#010203"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "nestedmaml",
     "text.parse_math": False,
@@ -310,7 +310,8 @@ def _panel(axes: Axes, points: Sequence[Mapping[str, Any]], fits: Sequence[tuple
             kept = horizons >= each.since
             centre, level = (np.exp(np.log(part[kept]).mean()) for part in (horizons, mean))
             line = level * (horizons[kept] / centre) ** each.value
-            axes.plot(horizons[kept], line, color=colour, zorder=2, **{"linewidth": 1.7, **style})
+            look: dict[str, Any] = {"linewidth": 1.7, **style}
+            axes.plot(horizons[kept], line, color=colour, zorder=2, **look)
         label = f"{SETTINGS[fit.setting]}\nslope {_signed(fit)}\nT ≥ {after.since:,}: {_signed(after)}"
         ends.append((float(mean[-1]), label, colour))
     if fits[0][0].norm == "plain":
@@ -352,8 +353,8 @@ def _power(value: float, _: Any = None) -> str:
 def _label(axes: Axes, x: float, ends: Sequence[tuple[float, str, str]]) -> None:
     """Some lines of text at the end of each line, moved apart where they would touch."""
     drawn = axes.figure
-    drawn.canvas.draw()  # type: ignore[attr-defined]
-    scale = 72 / drawn.get_dpi()  # type: ignore[union-attr]
+    drawn.canvas.draw()
+    scale = 72 / drawn.get_dpi()
     own = [axes.transData.transform((x, y))[1] * scale for y, _, _ in ends]
     order = sorted(range(len(ends)), key=lambda i: own[i])
     place, gap = list(own), 38.0

@@ -28,7 +28,10 @@ log = logging.getLogger("nestedmaml")
 class Runnable(Protocol):
     """One run: what it is, before and after."""
 
-    options: Options
+    @property
+    def options(self) -> Options:
+        """The experiment's options."""
+        ...
 
     @property
     def name(self) -> str:
@@ -123,9 +126,10 @@ def train_and_score(run: Run, folder: Path) -> list[Row]:
     if folder.exists() and not (o.resume and (folder / "checkpoint").exists()):
         shutil.rmtree(folder)
     began = time.perf_counter()
+    compile: Any = {"yes": True, "no": False}.get(o.compile, "auto")
     learner.fit(
         pool, sources["val"], iterations=run.iterations, batch=o.batch, val_batch=o.val_batch, device=o.device,
-        out=folder, resume=o.resume, callbacks=[follow], every=every, compile={"auto": "auto", "yes": True, "no": False}[o.compile],
+        out=folder, resume=o.resume, callbacks=[follow], every=every, compile=compile,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     if learner.iteration < run.iterations:

@@ -68,6 +68,8 @@ class Options:
     """Threads of each run."""
     device: str = "cpu"
     """Where to train: cpu, cuda, cuda:1, mps."""
+    tune: bool = False
+    """Try the paper's grid of step sizes for each method in one cell, scored on validation tasks kept for that."""
     compile: Annotated[Literal["auto", "yes", "no"], tyro.conf.arg(name="compile")] = "auto"
     """Compile the gradients with torch.compile; auto does when a run is long enough to gain."""
 
@@ -112,7 +114,7 @@ def from_file(options: Options, given: set[str]) -> Options:
         if name in given:
             continue
         value = tuple(value) if isinstance(value, list) else value
-        changes[name] = Path(value) if name == "out" else value
+        changes[name] = Path(str(value)) if name == "out" else value
     try:
         return dataclasses.replace(options, **changes)
     except TypeError as error:

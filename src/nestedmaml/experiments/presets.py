@@ -5,7 +5,7 @@ What is tuned is tuned here; docs/results says how, and what it gave.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class Preset:
         return self.learner == "NestedMAML"
 
 
-NESTED: dict[str, Any] = {"val_share": 0.75, "val_steps": 5}
+NESTED: dict[str, Any] = {"val_share": 0.75, "val_steps": 5, "clip": 1.0}
 """What our default form changes in NestedMAML, beside its anchored rule (`weighting.rule`): see docs/results."""
 
 PRESETS: dict[str, Preset] = {
@@ -61,10 +61,10 @@ def rule(name: str, clusters: int, *, paper: bool) -> Any:
     """A weighting rule by name, in our form or in the paper's own."""
     from nestedmaml import weighting
 
-    kinds: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "task": (weighting.Task, {}),
         "cluster": (weighting.Cluster, {"k": clusters}),
         "amortised": (weighting.Amortised, {}),
     }
     kind, options = kinds[name]
-    return weighting.paper(kind, **options) if paper else kind(**options)  # type: ignore[type-var]
+    return weighting.paper(kind, **options) if paper else kind(**options)

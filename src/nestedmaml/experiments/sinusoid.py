@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nestedmaml.experiments.options import Options
 from nestedmaml.experiments.presets import preset, rule
@@ -20,6 +20,7 @@ METHODS = ("maml-ood-rm", "maml", "maml-val", "l2r", "nested", "nested-paper")
 SHOTS, RATIOS = (5, 10, 20), (0.3, 0.5, 0.8, 0.9)
 ITERATIONS = {"smoke": 20, "small": 3_000, "medium": 5_000, "paper": 60_000}
 TEST_TASKS = {"smoke": 20, "small": 1_000, "medium": 1_000, "paper": 1_000}
+GRID = (1e-4, 1e-3, 1e-2, 1e-1)  # the paper's, for each step size
 TEST_SEED = 2**20  # test tasks are the same for all seeds, methods and ratios
 DEFAULTS: dict[str, Any] = {"inner_lr": 0.01, "inner_steps": 5, "test_steps": 10, "meta_lr": 1e-3}
 
@@ -34,11 +35,17 @@ class Run:
     ratio: float
     seed: int
     weighting: str
+    tuning: bool = False
 
     @property
     def iterations(self) -> int:
         """The number of iterations, which no method may differ in."""
         return self.options.iterations or ITERATIONS[self.options.scale]
+
+    @property
+    def experiment(self) -> str:
+        """The experiment's name in the results."""
+        return "sinusoid-tune" if self.tuning else "sinusoid"
 
     @property
     def learner_options(self) -> dict[str, Any]:
@@ -59,7 +66,7 @@ class Run:
         """All that can change this run's numbers."""
         o = self.options
         return {
-            "experiment": "sinusoid",
+            "experiment": self.experiment,
             "method": self.method,
             "learner": preset(self.method).learner,
             "weighting": self.weighting,
@@ -82,7 +89,7 @@ class Run:
         """The row to be filled; all but its value is known before the run."""
         o = self.options
         return Row(
-            experiment="sinusoid", scale=o.scale, method=self.method, weighting=self.weighting, shots=self.shots,
+            experiment=self.experiment, scale=o.scale, method=self.method, weighting=self.weighting, shots=self.shots,
             ratio=self.ratio, source="sinusoid", ood_source="lines",
             clusters=o.clusters if self.weighting == "cluster" else None, val_size=o.val_size, variant=self.variant,
             iterations=self.iterations, seed=self.seed, metric="mse", value=float("nan"),
@@ -107,10 +114,12 @@ class Run:
         from nestedmaml.tasks import Sinusoid
 
         o = self.options
+        # what is chosen is chosen on validation tasks that train nothing; test tasks choose nothing
+        split: Literal["val", "test"] = "val" if self.tuning else "test"
         return {
             "train": Sinusoid(self.shots, ratio=self.ratio, size=o.pool, seed=self.seed),
             "val": Sinusoid(self.shots, size=o.val_size, seed=self.seed, split="val"),
-            "test": Sinusoid(self.shots, size=None, seed=TEST_SEED, split="test"),
+            "test": Sinusoid(self.shots, size=None, seed=TEST_SEED, split=split),
         }
 
     def learner(self) -> Learner:
@@ -132,6 +141,8 @@ class Run:
 
 def plan(options: Options) -> list[Run]:
     """All runs, those that share what is compiled after each other."""
+    if options.tune:
+        return tuning(options)
     cells = itertools.product(options.shots or SHOTS, options.ratio or RATIOS, options.seeds)
     runs = []
     for shots, ratio, seed in cells:
@@ -140,3 +151,12 @@ def plan(options: Options) -> list[Run]:
             for weighting in (options.weighting or (preset(method).weighting,)) if nested else ("",):
                 runs.append(Run(options, method, shots, ratio, seed, weighting))
     return runs
+
+
+def tuning(options: Options) -> list[Run]:
+    """The same trials for each method: the paper's grid for alpha and eta, in one cell, with the first seed."""
+    shots, ratio = (options.shots or (10,))[0], (options.ratio or (0.9,))[0]
+    return [
+        Run(replace(options, inner_lr=a, meta_lr=e), m, shots, ratio, options.seeds[0], preset(m).weighting, True)
+        for m, a, e in itertools.product(options.methods or METHODS, GRID, GRID)
+    ]

@@ -46,10 +46,12 @@ class NestedMAML(Method):
             tasks alone). Validation tasks are clean, and their gradient is computed anyway.
         guard: a training task whose gradient is this many times as long as a typical validation task's counts as
             diverged, and is left out.
+        clip: a training task's gradient enters the meta-step no longer than this many times a typical validation
+            task's: what little weight a corrupt task keeps, its loudness cannot make up for. None does not clip.
     """
 
     order: Literal["exact", "first"] = "exact"
-    weighting: Rule = field(default_factory=Cluster)  # type: ignore[assignment]
+    weighting: Rule = field(default_factory=Cluster)
     weight_lr: float = 1.0
     val_steps: int = 1
     lookahead_lr: float | None = None
@@ -58,6 +60,7 @@ class NestedMAML(Method):
     val_average: float = 0.0
     val_share: float = 0.0
     guard: float = 100.0
+    clip: float | None = None
 
     needs_val: ClassVar[bool] = True
 
@@ -73,7 +76,7 @@ class NestedMAML(Method):
             )
         if self.sampling == "weighted" and self.weighting.level != "task":
             raise ValueError("weighted sampling draws whole tasks: it needs weights at task level")
-        positive(self, "weight_lr", "lookahead_lr", "guard")
+        positive(self, "weight_lr", "lookahead_lr", "guard", "clip")
         count(self, "val_steps")
         for name, high in (("explore", 1.0), ("val_average", 1.0), ("val_share", 1.0)):
             if not 0 <= getattr(self, name) <= high:
@@ -108,7 +111,8 @@ class NestedMAML(Method):
         losses, grads = task_gradients(alg, theta, train, w if by_instance else None)
         limit = self.guard * state.loudness if state.loudness else float("inf")
         grads, sound, length = guarded(grads, limit)
-        inside = sound.to(dtype) if by_instance else c * sound
+        shrink = self._clipped(state, length).where(sound, 0.0)
+        inside = shrink if by_instance else shrink * c
 
         # line 8: theta_W, and the validation gradient there
         eta = self.meta_lr if self.lookahead_lr is None else self.lookahead_lr
@@ -123,7 +127,7 @@ class NestedMAML(Method):
             slopes = align(grads, v)
         hypergradient = slopes * (-eta / m) * (inside[:, None] if by_instance else inside)
         state.rule = rule.update(
-            state.rule, knowledge, train, hypergradient, lr=self.weight_lr, norms=length.where(sound, 1.0),
+            state.rule, knowledge, train, hypergradient, lr=self.weight_lr, norms=(shrink * length).where(sound, 1.0),
             correction=None if by_instance else c,
         )  # fmt: skip
 
@@ -131,9 +135,9 @@ class NestedMAML(Method):
         w = rule.weights(state.rule, knowledge, train).to(device, dtype)
         if by_instance:
             _, grads = task_gradients(alg, theta, train, w)
-            grads, still, _ = guarded(grads, limit)
+            grads, still, length = guarded(grads, limit)
             sound &= still
-            inside = sound.to(dtype)
+            inside = self._clipped(state, length).where(sound, 0.0)
         gradient = weighted_mean(grads, inside if by_instance else w * inside)
         if self.val_share:
             s = self.val_share
@@ -148,6 +152,12 @@ class NestedMAML(Method):
             "weight_mean": w.mean().item(),
             "diverged": float((~sound).sum()) + lost,
         }
+
+    def _clipped(self, state: State, length: Tensor) -> Tensor:
+        """The factor that brings each task's gradient down to ``clip`` times a typical validation task's."""
+        if self.clip is None or not state.loudness:
+            return torch.ones_like(length)
+        return (self.clip * state.loudness / length.clamp_min(torch.finfo(length.dtype).tiny)).clamp_max(1)
 
     def _validation_gradient(
         self, state: State, model: nn.Module, lookahead: Params, val: TaskBatch

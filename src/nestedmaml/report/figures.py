@@ -48,7 +48,7 @@ SINE_LEGEND = (
 _DASHED = {"maml-ood-rm-refill", "maml-noise-rm-support"}
 _OTHERS = ["#c2528b", "#b3952b", "#8a6fd1", "#a4704c", "#5fb3dd", "#d2483f"]
 _INK = "#010203"  # becomes currentColor
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "nestedmaml",
     "text.parse_math": False,
@@ -263,8 +263,8 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[NDArray[Any], NDArray[Any], str
     if not ends:
         return
     figure = axes.figure
-    figure.canvas.draw()  # type: ignore[attr-defined]
-    to_points = 72 / figure.get_dpi()  # type: ignore[union-attr]
+    figure.canvas.draw()
+    to_points = 72 / figure.get_dpi()
     places = [axes.transData.transform((x[-1], y[-1]))[1] * to_points for x, y, _, _ in ends]
     order = sorted(range(len(ends)), key=lambda i: places[i])
     wanted = list(places)

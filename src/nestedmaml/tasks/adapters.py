@@ -65,4 +65,5 @@ class Stream:
             items += more
         if any(len(item) != 4 for item in items):
             raise ValueError("each task must be (support_x, support_y, query_x, query_y)")
-        return TaskBatch(*(list(parts) for parts in zip(*items, strict=True)))
+        support_x, support_y, query_x, query_y = (list(parts) for parts in zip(*items, strict=True))
+        return TaskBatch(support_x, support_y, query_x, query_y)  # type: ignore[arg-type]

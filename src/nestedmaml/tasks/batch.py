@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -79,12 +79,12 @@ class TaskBatch:
                 return None
             return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
-        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        return TaskBatch(*(move(getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]
 
     def take(self, index: Tensor | slice) -> TaskBatch:
         """The tasks at ``index``."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: None if part is None else part[index] for name, part in parts.items()})
+        parts = (getattr(self, f.name) for f in fields(self))
+        return TaskBatch(*(None if part is None else part[index] for part in parts))  # type: ignore[arg-type]
 
     def require_finite(self) -> None:
         """Raise a ValueError that names the part and the tasks that hold NaN or infinity."""

@@ -7,6 +7,7 @@ indices at once, which a generator per task is not.
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +28,8 @@ def bits(seed: int, stream: str, *index: ArrayLike) -> NDArray[np.uint64]:
 
 def uniform(seed: int, stream: str, *index: ArrayLike, low: float = 0.0, high: float = 1.0) -> NDArray[np.float64]:
     """Uniform numbers in ``[low, high)``."""
-    return low + (high - low) * ((bits(seed, stream, *index) >> np.uint64(11)) * 2.0**-53)
+    unit = (bits(seed, stream, *index) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.asarray(low + (high - low) * unit, dtype=np.float64)
 
 
 def integers(seed: int, stream: str, *index: ArrayLike, high: int) -> NDArray[np.int64]:
@@ -47,6 +49,7 @@ class Shuffle:
         self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
 
     def __call__(self, index: ArrayLike) -> NDArray[np.int64]:
+        """Where the permutation takes each index."""
         out = np.array(index, dtype=np.uint64, ndmin=1)
         if out.size and int(out.max()) >= self.size:
             raise IndexError(f"index {int(out.max())} is outside of 0 ... {self.size - 1}")
@@ -63,7 +66,7 @@ class Shuffle:
         return (left << self._half) | right
 
 
-def _mix(h: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
+def _mix(h: Any) -> Any:
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return h ^ (h >> np.uint64(31))

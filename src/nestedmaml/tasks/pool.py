@@ -86,4 +86,5 @@ class Both(Pool):
                 order.append(mask.nonzero().flatten())
         back = torch.cat(order).argsort().to(device)
         names = ("support_x", "support_y", "query_x", "query_y")
-        return TaskBatch(*(torch.cat([getattr(p, n) for p in parts])[back] for n in names), task_ids=ids)
+        joined = {n: torch.cat([getattr(p, n) for p in parts])[back] for n in names}
+        return TaskBatch(**joined, task_ids=ids)
