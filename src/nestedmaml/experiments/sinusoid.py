@@ -18,7 +18,7 @@ __all__ = ["METHODS", "Run", "plan"]
 
 METHODS = ("maml-ood-rm", "maml", "maml-val", "l2r", "nested", "nested-paper")
 SHOTS, RATIOS = (5, 10, 20), (0.3, 0.5, 0.8, 0.9)
-ITERATIONS = {"smoke": 20, "small": 3_000, "medium": 5_000, "paper": 60_000}
+ITERATIONS = {"smoke": 20, "small": 2_000, "medium": 5_000, "paper": 60_000}
 TEST_TASKS = {"smoke": 20, "small": 1_000, "medium": 1_000, "paper": 1_000}
 GRID = (1e-4, 1e-3, 1e-2, 1e-1)  # the paper's, for each step size
 TEST_SEED = 2**20  # test tasks are the same for all seeds, methods and ratios

@@ -77,6 +77,7 @@ def place(method: str) -> int:
 def cells(rows: Iterable[Row]) -> list[Cell]:
     """The rows by cell, in order, with all that is computed across methods and seeds."""
     grouped = _grouped(rows, lambda row: tuple(getattr(row, part) for part in CELL))
+    grouped.sort(key=lambda item: item[0][CELL.index("metric")] not in ("mse", "accuracy"))  # what is asked for first
     return [_cell(dict(zip(CELL, key, strict=True)), group) for key, group in grouped]
 
 
