@@ -13,6 +13,7 @@ from nestedmaml import report
 from nestedmaml.experiments.results import Results, Row
 from nestedmaml.report import figures, paper
 from nestedmaml.report.cells import cells
+from nestedmaml.report.contents import contents
 from nestedmaml.report.page import Figure, Page, Section, render
 from nestedmaml.report.recovery import recovery
 from nestedmaml.report.tables import tables
@@ -43,8 +44,8 @@ def rows(methods=METHODS, seeds=3, **changes):
     ]
 
 
-def run_folder(folder, method="nested", steps=5):
-    run = folder / "runs" / f"{method}-0"
+def run_folder(folder, method="nested", steps=5, **more):
+    run = folder / "runs" / f"{method}-{more.get('seed', 0)}"
     run.mkdir(parents=True)
     head = "iteration,train_loss,val_loss,test,weight_mean,weight_clean,weight_corrupt,"
     head += "weight_clean_sd,weight_corrupt_sd,diverged,seconds"
@@ -66,7 +67,7 @@ def run_folder(folder, method="nested", steps=5):
     fit = {key: value.tolist() for key, value in fit.items()}
     cell = {"shots": 10, "ratio": 0.9}
     about = {"experiment": "sinusoid", "method": method, "seed": 0, "cell": cell, "fits": [fit]}
-    (run / "run.json").write_text(json.dumps({**about, "protocol": {"Device": "two <b>CPU</b> cores"}}))
+    (run / "run.json").write_text(json.dumps({**about, **more, "protocol": {"Device": "two <b>CPU</b> cores"}}))
 
 
 class TestRecovery:
@@ -244,6 +245,30 @@ class TestPage:
         assert {a[1:] for a in seen.addresses if a.startswith("#")} <= set(ids)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["configs", "report.html", "results.csv", "runs"]
 
+    def test_what_each_method_costs(self, tmp_path):
+        def timed(method, seconds, **more):
+            run_folder(tmp_path, method, **more)
+            path = tmp_path / "runs" / f"{method}-{more.get('seed', 0)}" / "history.csv"
+            path.write_text("iteration,seconds\n" + "".join(f"{i},{s}\n" for i, s in enumerate(seconds)))
+
+        timed("maml", [9.0, 0.002, 0.002], parameters=1761)  # the first row compiles
+        timed("nested", [9.0, 0.004, 0.006], parameters=1761, weighting="cluster")
+        timed("nested", [9.0, 0.004, 0.006], parameters=1761, weighting="task", seed=1)
+        timed("mmaml", [0.5, 0.5, 0.5], parameters=20_000, cell={"shots": 5, "ratio": 0.9})
+        timed("btaml", [], parameters=5_000)
+        run_folder(tmp_path, "l2r")  # a run that does not say
+        [section] = contents(tmp_path).sections[:1]
+        [table] = [table for table in section.tables if table.title == "What each method costs"]
+        assert [[f"{entry.text} {entry.small}".strip() for entry in row] for row in table.rows] == [
+            ["MAML", "1,761", "2.00", "1.00"],
+            ["MMAML", "20,000", "500", ""],  # MAML was not run in its setting
+            ["B-TAML", "5,000", "", ""],
+            ["NestedMAML cluster", "1,761", "6.00", "3.00"],
+            ["NestedMAML task", "1,761", "6.00", "3.00"],
+        ]
+        html = report.build(tmp_path).read_text()
+        assert "What each method costs" in html
+
     def test_what_is_missing_is_left_out(self, tmp_path):
         Results(tmp_path).append(rows())
         assert "<svg" not in report.build(tmp_path).read_text()
@@ -261,6 +286,7 @@ class TestPage:
             ("results.csv", "a,b\n"),
             ("runs/nested-0/run.json", "{"),
             ("runs/nested-0/run.json", "[]"),
+            ("runs/nested-0/run.json", '{"experiment": "", "method": "", "seed": 0, "parameters": "many"}'),
             ("runs/nested-0/history.csv", "a,b\n1,2\n"),
             ("runs/nested-0/history.csv", "iteration,test\n1,two\n"),
             ("runs/nested-0/weights.csv", "id,weight,corrupt\n1,2\n"),

@@ -74,12 +74,13 @@ def train(
                 if score:
                     row |= weights_by_truth(learner, source)
                 learner.history.append(row)
-                began, done = now, learner.iteration
                 bar.set_postfix_str(f"loss {row['train_loss']:.3g}", refresh=False)
             for callback in callbacks:
                 callback(learner, learner.history[-1] if due else figures)
             if due and out is not None:
                 append_row(out / "history.csv", learner.history[-1])
+            if due:  # what was looked at in between is no part of an iteration
+                began, done = time.perf_counter(), learner.iteration
             bar.update()
     except KeyboardInterrupt:
         log.warning("stopped at iteration %d of %d; what was learned is kept", learner.iteration, iterations)

@@ -13,8 +13,8 @@ from nestedmaml.experiments.results import Results, Row
 from nestedmaml.report import figures
 from nestedmaml.report.cells import Cell, Line, cells, name, place
 from nestedmaml.report.page import Figure, Page, Section
-from nestedmaml.report.runs import Run, read_runs
-from nestedmaml.report.tables import number, tables
+from nestedmaml.report.runs import Run, milliseconds, read_runs
+from nestedmaml.report.tables import Entry, Table, number, tables
 
 __all__ = ["contents", "headline"]
 
@@ -54,11 +54,12 @@ def contents(folder: Path) -> Page:
     sections = []
     for experiment in dict.fromkeys([*(row.experiment for row in rows), *(run.experiment for run in runs)]):
         mine = [cell for cell in by_cell if cell.key["experiment"] == experiment]
+        own = [run for run in runs if run.experiment == experiment]
         sections.append(
             Section(
                 title=_TITLES.get(experiment, experiment.capitalize()) or "Runs",
-                tables=tables(mine),
-                figures=_figures([run for run in runs if run.experiment == experiment], mine),
+                tables=[*tables(mine), *_costs(own)],
+                figures=_figures(own, mine),
             )
         )
     if any(run.clean or run.corrupt or "weight_mean" in run.history for run in runs):
@@ -119,6 +120,33 @@ def _one(cell: Cell, line: Line) -> str:
 
 def _wins(found: Iterable[tuple[Cell, Line]]) -> int:
     return sum(line.recovery is not None and line.recovery.value > 0 for _, line in found)
+
+
+def _costs(runs: list[Run]) -> list[Table]:
+    """What each method costs, of the runs that say how many parameters they have."""
+    groups: dict[tuple[str, str], dict[str, list[Run]]] = {}
+    for run in sorted(runs, key=lambda run: place(run.method)):
+        if run.parameters is not None:
+            groups.setdefault((run.method, run.weighting), {}).setdefault(json.dumps(run.cell), []).append(run)
+    maml = {setting: milliseconds(same) for setting, same in groups.get(("maml", ""), {}).items()}
+    lines = []
+    for (method, weighting), settings in groups.items():
+        size = max(run.parameters or 0 for same in settings.values() for run in same)
+        times = {setting: ms for setting, same in settings.items() if (ms := milliseconds(same)) is not None}
+        multiples = [ms / base for setting, ms in times.items() if (base := maml.get(setting))]
+        line = [Entry(name(method), name(method), weighting), Entry(f"{size:,}", size), Entry(), Entry()]
+        if times:
+            ms = median(times.values())
+            line[2] = Entry(number(ms), ms)
+        if multiples:
+            line[3] = Entry(f"{median(multiples):.2f}", median(multiples))
+        lines.append(tuple(line))
+    columns = ("Method", "Parameters", "Milliseconds an iteration", "× MAML")
+    note = (
+        "Parameters are all that is meta-learned, weights of tasks aside. Times are medians over a run's history, "
+        "without its tests, and over settings; the multiple of MAML's is taken within each setting."
+    )
+    return [Table("What each method costs", "", columns, tuple(lines), note)] if lines else []
 
 
 def _figures(runs: list[Run], by_cell: Sequence[Cell]) -> list[Figure]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-__all__ = ["Run", "read_runs"]
+__all__ = ["Run", "milliseconds", "read_runs"]
 
 
 @dataclass
@@ -19,6 +21,8 @@ class Run:
     name: str
     experiment: str = ""
     method: str = ""
+    weighting: str = ""
+    parameters: int | None = None  # that are meta-learned
     seed: int | None = None
     cell: dict[str, Any] = field(default_factory=dict)
     fits: list[dict[str, list[float]]] = field(default_factory=list)
@@ -43,6 +47,8 @@ def _read(folder: Path) -> Run:
                 str(found["method"]),
                 found["seed"],
             )
+            run.weighting = str(found.get("weighting") or "")
+            run.parameters = None if found.get("parameters") is None else int(found["parameters"])
             run.cell = dict(found.get("cell") or {})
             run.fits = list(found.get("fits") or [])
             run.protocol = {str(key): str(value) for key, value in (found.get("protocol") or {}).items()}
@@ -58,6 +64,12 @@ def _read(folder: Path) -> Run:
                 kind = run.corrupt if corrupt.lower() in ("1", "true", "1.0") else run.clean
                 kind.append(_number(path, weight))
     return run
+
+
+def milliseconds(runs: Sequence[Run]) -> float | None:
+    """Of one iteration: the median over the rows of the runs' histories, since the first may compile."""
+    seconds = [s for run in runs for s in run.history.get("seconds", []) if math.isfinite(s)]
+    return 1000 * median(seconds) if seconds else None
 
 
 def _columns(path: Path, needed: str) -> dict[str, list[str]]:
