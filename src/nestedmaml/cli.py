@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -95,8 +94,9 @@ def demo(argv: list[str]) -> int:
 def report(argv: list[str]) -> int:
     """Write the page of a folder anew."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: nestedmaml report DIR")
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
+        asked = bool(argv) and argv[0] in ("-h", "--help")
+        print("usage: nestedmaml report DIR", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     from nestedmaml import report as pages
 
     print(pages.build(Path(argv[0])))
@@ -105,15 +105,40 @@ def report(argv: list[str]) -> int:
 
 def parse(argv: list[str], prog: str) -> Options:
     """The options of an experiment, from the command line over those of a file."""
-    from nestedmaml.experiments.options import Options, from_file
+    from nestedmaml.experiments.options import Options, file_arguments
 
-    options = cli_options(Options, argv, prog, "Options left out follow the scale and the methods' tuned defaults.")
-    given = {a.split("=")[0].removeprefix("--no-").removeprefix("--").replace("-", "_") for a in argv if a[:2] == "--"}
-    return from_file(options, given & {f.name for f in fields(Options)})
+    about = "Options left out follow the scale and the methods' tuned defaults."
+    options = cli_options(Options, argv, prog, about)
+    if options.config is None:
+        return options
+    words = (a.split("=")[0] for a in argv if a.startswith("--"))
+    given = {word.removeprefix("--no-").removeprefix("--").replace("-", "_") for word in words}
+    arguments = file_arguments(options.config, given)
+    try:
+        return cli_options(Options, [*arguments, *argv], prog, about)
+    except ValueError as error:  # the command line alone was fine
+        raise ValueError(f"{options.config}: {error}") from None
 
 
 def cli_options(kind: type[T], argv: list[str], prog: str, about: str) -> T:
-    """A dataclass from the command line; a bad option is one sentence and exit code 2."""
+    """A dataclass from the command line; a bad option is a ValueError of one sentence."""
+    import contextlib
+    import io
+    import re
+
     import tyro
 
-    return tyro.cli(kind, args=argv, prog=prog, description=about)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=argv, prog=prog, description=about, config=(tyro.conf.DisallowNone,))
+    except SystemExit as end:
+        if not end.code:
+            raise
+    # a box: its title, what is wrong, a rule, where to find help
+    lines = [line.strip("│ ") for line in said.getvalue().splitlines()[1:]]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("─╰╯")]
+    sentence = " ".join(line for line in lines[: rules[0] if rules else None] if line).rstrip(".")
+    sentence = sentence.removeprefix("Error parsing ").removeprefix(f"{kind.__name__}: ")
+    sentence = re.sub(r"^(--[\w-]+): .*?(\['.*?'\]|'.*?').*", r"\1: cannot read \2", sentence)
+    raise ValueError(f"{sentence or 'the options are wrong'}; {prog} --help lists the options")

@@ -435,10 +435,12 @@ def points_csv(points: Sequence[Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m nestedmaml.experiments.convergence``."""
-    parser = argparse.ArgumentParser(prog="convergence", description="The convergence theorem, tried.")
+    parser = argparse.ArgumentParser(
+        prog="nestedmaml reproduce convergence", description="The convergence theorem, tried."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="each a problem of its own")
-    parser.add_argument("--scale", choices=list(SCALES), default="smoke")
+    parser.add_argument("--scale", choices=list(SCALES), default="smoke", help="how many steps")
     given = parser.parse_args(argv)
     if min(given.seeds) < 0:
         parser.error(f"seeds are integers >= 0, got {min(given.seeds)}")

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nestedmaml.experiments.results import Results, Row, atomic_write
+from nestedmaml.experiments.results import Results, Row, atomic_write, config_hash
 
 if TYPE_CHECKING:
     from nestedmaml.experiments.options import Options
@@ -57,16 +57,21 @@ def execute(runs: Sequence[Runnable], out: Path, *, resume: bool, jobs: int) -> 
     """Run all that is not in ``out``/results.csv yet; without ``resume``, a row that is there is an error."""
     from tqdm import tqdm
 
+    for device in dict.fromkeys(run.options.device for run in runs):
+        require(device)
     results = Results(out)
-    hashes = [results.save_config(run.config) for run in runs]
+    hashes = [config_hash(run.config) for run in runs]
     rows = [dataclasses.replace(run.row, config=h) for run, h in zip(runs, hashes, strict=True)]
     done = [results.has(row) for row in rows]
     if any(done) and not resume:
         first = rows[done.index(True)]
+        more = f", and {sum(done) - 1} more of these runs," if sum(done) > 1 else ""
         raise FileExistsError(
-            f"{results.path} holds {first.method}, seed {first.seed} (and {sum(done) - 1} more of these runs) already: "
+            f"{results.path} holds {first.method} with seed {first.seed}{more} already: "
             "pass --resume to skip what is there, or another --out"
         )
+    for run in runs:
+        results.save_config(run.config)
     todo = [(run, h) for run, h, there in zip(runs, hashes, done, strict=True) if not there]
     written: list[Row] = []
     bar = tqdm(total=len(runs), initial=sum(done), desc="runs", disable=not sys.stderr.isatty())
@@ -78,6 +83,16 @@ def execute(runs: Sequence[Runnable], out: Path, *, resume: bool, jobs: int) -> 
             said = next((r for r in new if r.metric in ("mse", "accuracy")), new[0])
             bar.write(f"{name}: {said.metric} {said.value:.4g}" + (f" ± {said.ci95:.2g}" if said.ci95 else ""))
     return written
+
+
+def require(device: str) -> None:
+    """Refuse a device that is not there, before anything is written."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _outcomes(todo: list[tuple[Any, str]], out: Path, jobs: int) -> Any:
@@ -142,6 +157,7 @@ def train_and_score(run: Run, folder: Path) -> list[Row]:
     about = {
         "experiment": row.experiment,
         "method": run.method,
+        "weighting": run.weighting,
         "seed": run.seed,
         "cell": {"shots": run.shots, "ratio": run.ratio},
         "fits": [fit(learner, sources["test"], task) for task in range(3)],

@@ -150,7 +150,7 @@ def plan(options: Options) -> list[Run]:
             nested = preset(method).nested
             for weighting in (options.weighting or (preset(method).weighting,)) if nested else ("",):
                 runs.append(Run(options, method, shots, ratio, seed, weighting))
-    return runs
+    return list(dict.fromkeys(runs))  # a seed that is asked for twice is one run
 
 
 def tuning(options: Options) -> list[Run]:
@@ -158,5 +158,5 @@ def tuning(options: Options) -> list[Run]:
     shots, ratio = (options.shots or (10,))[0], (options.ratio or (0.9,))[0]
     return [
         Run(replace(options, inner_lr=a, meta_lr=e), m, shots, ratio, options.seeds[0], preset(m).weighting, True)
-        for m, a, e in itertools.product(options.methods or METHODS, GRID, GRID)
+        for m, a, e in itertools.product(dict.fromkeys(options.methods or METHODS), GRID, GRID)
     ]
