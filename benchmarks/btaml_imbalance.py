@@ -30,6 +30,7 @@ VARIANTS = {
     "B-TAML, z": ("z",),
     "B-TAML, omega": ("omega",),
     "B-TAML, gamma": ("gamma",),
+    "B-TAML, no z": ("omega", "gamma"),
     "B-TAML, all on": ("z", "omega", "gamma"),
 }
 
