@@ -6,12 +6,10 @@ A learner owns a copy of the model, a method (its options, and the pair of init 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from nestedmaml import checkpoint, losses, methods, models, weighting
-from nestedmaml.functional import Params
+from nestedmaml.adaptation import Params
 from nestedmaml.methods import Method, State
+from nestedmaml.outcome import Adapted, Result, Weights
 from nestedmaml.sampling import require_pool
+from nestedmaml.storage import from_json, to_json
 from nestedmaml.tasks import TaskBatch, as_source
 from nestedmaml.train import append_row, train
 from nestedmaml.weighting import Knowledge
@@ -35,61 +35,6 @@ log = logging.getLogger("nestedmaml")
 
 CACHED_POOL = 65_536  # pools up to this size have their features looked at once
 COMPILE_FROM = 2_000  # iterations from which compiling pays for its half minute
-
-
-@dataclass(frozen=True)
-class Result:
-    """A score over test tasks: ``mean`` (percent correct, or mean squared error), its 95 % interval, ``values [n]``."""
-
-    mean: float
-    ci95: float
-    n: int
-    values: Tensor
-    metric: str
-
-    def __str__(self) -> str:
-        return f"{self.metric} {self.mean:.4g} ± {self.ci95:.2g} ({self.n} tasks)"
-
-
-class Weights:
-    """Learned weights: those of the pool (``ids``, ``values``), or of any ids, computed when asked for."""
-
-    def __init__(self, level: str, ids: Callable[[], Tensor], at: Callable[[Tensor], Tensor]) -> None:
-        self.level, self._ids, self._at = level, ids, at
-
-    @property
-    def ids(self) -> Tensor:
-        """The ids of the pool."""
-        return self._ids()
-
-    @property
-    def values(self) -> Tensor:
-        """The weights of the pool."""
-        return self._at(self.ids)
-
-    def at(self, ids: Tensor) -> Tensor:
-        """The weights of these ids alone."""
-        return self._at(torch.as_tensor(ids))
-
-
-class Adapted:
-    """A model adapted to one task."""
-
-    def __init__(self, predict: Callable[[Tensor], Tensor], classes: bool, params: Params) -> None:
-        self._predict, self._classes, self.params = predict, classes, params
-
-    @torch.no_grad()
-    def predict(self, query_x: Tensor) -> Tensor:
-        """The most likely class of each instance, or its values in regression."""
-        out = self._predict(query_x)
-        return out.argmax(-1) if self._classes else out
-
-    @torch.no_grad()
-    def predict_proba(self, query_x: Tensor) -> Tensor:
-        """The probability of each class, ``[n, ways]``."""
-        if not self._classes:
-            raise ValueError("predict_proba is for classification; in regression use predict")
-        return self._predict(query_x).softmax(-1)
 
 
 class Learner:
@@ -164,6 +109,7 @@ class Learner:
         callbacks: Iterable[Callable[[Learner, dict[str, float]], Any]] = (),
         every: int = 50,
         save_every: int = 1000,
+        decay: bool = False,
         compile: bool | Literal["auto"] = "auto",
     ) -> Learner:
         """Train until ``iterations`` are done in all, going on from where the learner is.
@@ -180,6 +126,7 @@ class Learner:
             callbacks: called after each iteration with the learner and the iteration's figures.
             every: iterations from one row of the history to the next.
             save_every: iterations from one checkpoint to the next.
+            decay: let the step size of the meta-optimizer fall from ``meta_lr`` to zero, as a cosine.
             compile: compile the gradients with torch.compile; "auto" does for vectorised runs that are long enough
                 to gain from it, on a machine that has a compiler.
         """
@@ -217,6 +164,7 @@ class Learner:
         train(
             self, source, val, iterations=iterations, batch=batch, val_batch=val_batch, out=folder,
             callbacks=[*callbacks, *savers], every=every, score=folder is not None,
+            decay=decay,
         )  # fmt: skip
         if folder is not None:
             self.save(folder / "checkpoint")
@@ -377,7 +325,7 @@ class Learner:
             "average": self.state.average or {},
             "optimizer": {str(i): part for i, part in optimizer["state"].items()},
         }
-        options, tensors = _to_json(self.method)
+        options, tensors = to_json(self.method)
         numbers = {
             str(i): {k: v for k, v in part.items() if not isinstance(v, Tensor)}
             for i, part in optimizer["state"].items()
@@ -425,7 +373,7 @@ class Learner:
             tensors, meta = checkpoint.read(folder / "checkpoint")
             if meta.get("learner") != self.name:
                 raise checkpoint.CheckpointError(f"{folder} holds a run of {meta.get('learner')}, not of {self.name}")
-            if meta.get("options") != (mine := _to_json(self.method)[0]):
+            if meta.get("options") != (mine := to_json(self.method)[0]):
                 changed = sorted(k for k in mine if mine[k] != meta["options"].get(k))
                 raise ValueError(f"{folder} holds a run with other options ({', '.join(changed)}); use another folder")
             self._unpack(tensors, meta)
@@ -482,8 +430,6 @@ class TransductiveFineTuning(Learner):  # noqa: D101
 LEARNERS: dict[str, type[Learner]] = {
     cls.__name__: cls for cls in (BTAML, L2R, MAML, MMAML, NestedMAML, TransductiveFineTuning)
 }
-_RULES = {n: getattr(weighting, n) for n in ("Amortised", "Cluster", "Instance", "Task", "Uniform")}
-_LOSSES = {n: getattr(losses, n) for n in losses.__all__}
 
 
 def load(folder: str | Path, model: nn.Module | None = None, loss: Callable[..., Any] | None = None) -> Learner:
@@ -491,7 +437,7 @@ def load(folder: str | Path, model: nn.Module | None = None, loss: Callable[...,
     tensors, meta = checkpoint.read(folder)
     try:
         cls = LEARNERS[meta["learner"]]
-        options = _from_json(cls.kind, meta["options"], tensors, loss)
+        options = from_json(cls.kind, meta["options"], tensors, loss)
         if model is None:
             if not meta["model"]:
                 raise ValueError(f"{folder} holds a model that is not built in: pass it as model=")
@@ -501,43 +447,3 @@ def load(folder: str | Path, model: nn.Module | None = None, loss: Callable[...,
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise checkpoint.CheckpointError(f"{folder} is damaged or of another version: {error!r}") from None
     return learner
-
-
-def _to_json(method: Method) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The options as JSON, and tensors among them."""
-    out: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    for f in dataclasses.fields(method):
-        if not f.init:
-            continue
-        value = getattr(method, f.name)
-        if f.name == "loss":
-            value = next((n for n, fn in _LOSSES.items() if fn is value), None)
-        elif isinstance(value, weighting.Rule):
-            value = {"rule": type(value).__name__, **dataclasses.asdict(value)}
-        elif isinstance(value, type):
-            value = value.__name__
-        elif isinstance(value, dict):
-            tensors |= {f"{f.name}/{k}": torch.as_tensor(v) for k, v in value.items()}
-            value = {"tensors": f.name}
-        elif value is not None and not isinstance(value, (str, int, float, bool)):
-            value = list(value)
-        out[f.name] = value
-    return out, tensors
-
-
-def _from_json(
-    kind: type[Method], options: dict[str, Any], tensors: dict[str, Tensor], loss: Callable[..., Any] | None
-) -> dict[str, Any]:
-    out = dict(options)
-    if loss is None:
-        if out["loss"] is None:
-            raise ValueError("the loss is not built in: pass it as loss=")
-        loss = _LOSSES[out["loss"]]
-    out["loss"] = loss
-    for name, value in out.items():
-        if isinstance(value, dict) and "rule" in value:
-            out[name] = _RULES[value["rule"]](**{k: v for k, v in value.items() if k != "rule"})
-        elif isinstance(value, dict) and "tensors" in value:
-            out[name] = checkpoint.unflatten(tensors, value["tensors"])
-    return out

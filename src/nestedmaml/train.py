@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ def train(
     callbacks: Iterable[Callback],
     every: int,
     score: bool,
+    decay: bool,
 ) -> None:
     """Run iterations until ``learner.iteration`` is ``iterations``; Ctrl-C ends it early and keeps what is learned.
 
@@ -59,6 +61,10 @@ def train(
         while learner.iteration < iterations:
             tasks, correction = draw(learner, source, batch)
             val = val_source.sample(learner.iteration, val_batch) if learner.method.needs_val else None
+            if decay:
+                cosine = (1 + math.cos(math.pi * learner.iteration / iterations)) / 2
+                for group in learner.state.optimizer.param_groups:
+                    group["lr"] = learner.method.meta_lr * cosine
             figures = learner._iterate(tasks, val, correction)
             learner._pending.append(figures)
             due = learner.iteration % every == 0 or learner.iteration == iterations

@@ -36,7 +36,7 @@ FINE: dict[str, Any] = {"inner_lr": 0.001, "meta_lr": 0.01}
 COARSE: dict[str, Any] = {"inner_lr": 0.01, "meta_lr": 0.01}
 
 NESTED: dict[str, Any] = {**COARSE, "val_share": 0.75, "val_steps": 5, "clip": 1.0}
-"""What our default form changes in NestedMAML, beside its anchored rule (`weighting.rule`): see docs/how-it-works.md."""
+"""What our form changes in NestedMAML, beside its anchored rule (`weighting.rule`): see docs/how-it-works.md."""
 
 PRESETS: dict[str, Preset] = {
     "maml-ood-rm": Preset("MAML", {**FINE, "remove": "tasks"}),

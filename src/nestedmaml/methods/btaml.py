@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from nestedmaml.functional import Adaptation, Params, _stacked, combine
+from nestedmaml.adaptation import Adaptation, Params, stacked
+from nestedmaml.functional import combine
 from nestedmaml.losses import cross_entropy
 from nestedmaml.methods.method import Figures, Method, State, count, guarded, make_optimizer, meta_step, positive
 from nestedmaml.tasks.batch import TaskBatch
@@ -315,9 +316,9 @@ class Encoder(nn.Module):
             n_in = first.in_features + (0 if classes else last.weight.shape[0])
             self.instance = nn.Sequential(nn.Linear(n_in, width), nn.ReLU(), nn.Linear(width, width))
         else:
-            conv = type(first)
+            conv: Any = type(first)
             shrink = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}[first.weight.ndim - 2]
-            n_in = first.in_channels + (0 if classes else last.weight.shape[0])  # type: ignore[operator]
+            n_in = first.in_channels + (0 if classes else last.weight.shape[0])
             self.instance = nn.Sequential(
                 conv(n_in, 10, 3, padding=1), nn.ReLU(), conv(10, 10, 3, stride=2, padding=1), nn.ReLU(), shrink(4),
                 nn.Flatten(), nn.Linear(10 * 4 ** (first.weight.ndim - 2), width),
@@ -329,11 +330,11 @@ class Encoder(nn.Module):
         self.heads = nn.ModuleDict()
         for name, size in self.sizes.items():
             n_in, n_out = (4 * width, 1) if name == "omega" else (4 * half, size)
-            head_layers = nn.Sequential(nn.Linear(n_in, width), nn.ReLU(), nn.Linear(width, 2 * n_out))
-            nn.init.normal_(head_layers[2].weight, std=0.02)
-            nn.init.zeros_(head_layers[2].bias)
-            nn.init.constant_(head_layers[2].bias[n_out:], math.log(math.expm1(initial_sd)))
-            self.heads[name] = head_layers
+            out = nn.Linear(width, 2 * n_out)
+            self.heads[name] = nn.Sequential(nn.Linear(n_in, width), nn.ReLU(), out)
+            nn.init.normal_(out.weight, std=0.02)
+            nn.init.zeros_(out.bias)
+            nn.init.constant_(out.bias[n_out:], math.log(math.expm1(initial_sd)))
 
     def forward(self, x: Tensor, y: Tensor) -> Posterior:
         """The mean and standard deviation of each variable, for one support set."""
@@ -425,6 +426,6 @@ def looped(one: Callable[..., Any]) -> Callable[..., Any]:
     """``one`` for a task after the other, its results stacked."""
 
     def mapped(params: Params, *tasks: Tensor) -> Any:
-        return _stacked([one(params, *task) for task in zip(*tasks, strict=True)])
+        return stacked([one(params, *task) for task in zip(*tasks, strict=True)])
 
     return mapped

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nestedmaml.functional import Adaptation, Loss, Params, Rate, adapt, combine, resolve_batching, task_gradients
+from nestedmaml.adaptation import Adaptation, Loss, Params, Rate, resolve_batching
+from nestedmaml.functional import adapt, combine, task_gradients
 from nestedmaml.tasks.batch import TaskBatch
 from nestedmaml.weighting import Knowledge, Rule
 from nestedmaml.weighting.rule import State as RuleState

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nestedmaml.functional import Adaptation, Params, adapt
+from nestedmaml.adaptation import Adaptation, Params
+from nestedmaml.functional import adapt
 from nestedmaml.methods.method import (
     Figures,
     Method,
@@ -141,7 +142,7 @@ class MMAML(Method):
         support = torch.ones(train.support_x.shape[:2], dtype=like.dtype, device=like.device)
         query = torch.full(train.query_x.shape[:2], 1 / train.queries, dtype=like.dtype, device=like.device)
         losses, grads = alg.over_tasks(task_gradient, theta, train, support, query, *[t.detach() for t in tau])
-        grads, sound, _ = guarded(grads)
+        grads, sound, _length = guarded(grads)
         gradient = weighted_mean({n: grads[n] for n in theta}, sound.to(like.dtype))
         if gradient is not None:
             pulled = torch.autograd.grad(tau, list(own.values()), [grads[n] / m for n in names])

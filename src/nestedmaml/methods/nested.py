@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from nestedmaml.functional import Params, align, combine, descend, query_slopes, task_gradients
+from nestedmaml.adaptation import Params
+from nestedmaml.functional import align, combine, descend, query_slopes, task_gradients
 from nestedmaml.methods.method import (
     Figures,
     Method,

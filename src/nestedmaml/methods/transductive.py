@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from nestedmaml.functional import Params, resolve_batching
+from nestedmaml.adaptation import Params, resolve_batching
 from nestedmaml.methods.method import Figures, Method, State, count, make_optimizer, meta_step, norms, positive
 from nestedmaml.tasks.batch import TaskBatch
 from nestedmaml.tasks.counter import bits
