@@ -69,6 +69,7 @@ class Learner:
         self._truth: Callable[[Tensor, str], Tensor] | None = None
         self._source: Any = None
         self._places: Tensor | None = None
+        self._fits = False
         self._classes = self.method.loss is losses.cross_entropy
 
     @property
@@ -173,7 +174,7 @@ class Learner:
 
     def step(self, train_batch: TaskBatch, val_batch: TaskBatch | None = None) -> dict[str, float]:
         """One iteration, for a loop of one's own; a rule that needs to know the pool takes this batch for it."""
-        if not self.method.pretrains:
+        if not self.method.pretrains and not self._fits:
             self._check(train_batch)
         if self._knowledge is None and self.method.weighting is not None:
             self._know(Knowledge(self._source, self.method.weighting.level, self.method.seed, train_batch), train_batch)
@@ -208,7 +209,8 @@ class Learner:
             if part is not None and part.query_x.device.type == "cpu":
                 part.require_finite()
         return self.method.step(
-            self.state, self._module, tasks.to(like.device), None if val is None else val.to(like.device),
+            self.state, self._module, tasks.to(like.device, like.dtype),
+            None if val is None else val.to(like.device, like.dtype),
             knowledge=self._knowledge, correction=correction, truth=self._truth,
         )  # fmt: skip
 
@@ -216,9 +218,10 @@ class Learner:
         """Run the model once on a task, for an error that says what does not fit before anything is trained."""
         batch.require_finite()
         like = next(iter(self.state.params.values()))
-        one = batch.take(slice(0, 1)).to(like.device)
+        one = batch.take(slice(0, 1)).to(like.device, like.dtype)
         with torch.no_grad():
             self.method.predictions(self.state, self._module, one)
+        self._fits = True
 
     def _compile(self, wanted: bool | Literal["auto"], iterations: int) -> None:
         if not wanted or (wanted == "auto" and iterations < COMPILE_FROM):
@@ -239,9 +242,10 @@ class Learner:
     def adapt(self, support_x: Tensor, support_y: Tensor, query_x: Tensor | None = None) -> Adapted:
         """The model adapted to one task; ``query_x`` is used by transductive methods alone."""
         like = next(iter(self.state.params.values()))
-        support_x, support_y = support_x.to(like.device), support_y.to(like.device)
+        support_x, support_y = (_like(part, like) for part in (support_x, support_y))
+        query_x = None if query_x is None else _like(query_x, like)
         predict, params = self.method.adapt(self.state, self._module, support_x, support_y, query_x)
-        return Adapted(lambda x: predict(x.to(like.device)), self._classes or not support_y.is_floating_point(), params)
+        return Adapted(lambda x: predict(_like(x, like)), self._classes or not support_y.is_floating_point(), params)
 
     @torch.no_grad()
     def evaluate(self, test_source: Any, tasks: int = 600) -> Result:
@@ -252,7 +256,7 @@ class Learner:
         values: list[Tensor] = []
         done = step = 0
         while done < tasks:
-            batch = source.sample(step, min(100, tasks)).take(slice(0, tasks - done)).to(like.device)
+            batch = source.sample(step, min(100, tasks)).take(slice(0, tasks - done)).to(like.device, like.dtype)
             batch.require_finite()
             out = self.method.predictions(self.state, self._module, batch)
             if batch.query_y.is_floating_point():
@@ -395,6 +399,11 @@ class Learner:
         columns.append(self._source.corrupt(ids, level=rule.level).int().tolist() if known else [""] * len(ids))
         lines = ["id,weight,corrupt", *(f"{i},{w!r},{c}" for i, w, c in zip(*columns, strict=True))]
         path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def _like(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` where the parameters are, and real numbers in their precision."""
+    return x.to(like.device, like.dtype if x.is_floating_point() else None)
 
 
 class MAML(Learner):  # noqa: D101

@@ -62,9 +62,7 @@ def train(
             tasks, correction = draw(learner, source, batch)
             val = val_source.sample(learner.iteration, val_batch) if learner.method.needs_val else None
             if decay:
-                cosine = (1 + math.cos(math.pi * learner.iteration / iterations)) / 2
-                for group in learner.state.optimizer.param_groups:
-                    group["lr"] = learner.method.meta_lr * cosine
+                set_rate(learner, (1 + math.cos(math.pi * learner.iteration / iterations)) / 2)
             figures = learner._iterate(tasks, val, correction)
             learner._pending.append(figures)
             due = learner.iteration % every == 0 or learner.iteration == iterations
@@ -92,7 +90,15 @@ def train(
         log.warning("stopped at iteration %d of %d; what was learned is kept", learner.iteration, iterations)
     finally:
         bar.close()
+        if decay:
+            set_rate(learner, 1)
     learner._warn_about_weights()
+
+
+def set_rate(learner: Learner, share: float) -> None:
+    """Give the meta-optimizer this share of its step size."""
+    for group in learner.state.optimizer.param_groups:
+        group["lr"] = learner.method.meta_lr * share
 
 
 def draw(learner: Learner, source: Any, count: int) -> tuple[TaskBatch, Tensor | None]:

@@ -144,7 +144,7 @@ def train_and_score(run: Run, folder: Path) -> list[Row]:
     compile: Any = {"yes": True, "no": False}.get(o.compile, "auto")
     learner.fit(
         pool, sources["val"], iterations=run.iterations, batch=o.batch, val_batch=o.val_batch, device=o.device,
-        out=folder, resume=o.resume, callbacks=[follow], every=every, compile=compile,
+        out=folder, resume=o.resume, callbacks=[follow], every=every, decay=o.decay, compile=compile,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     if learner.iteration < run.iterations:

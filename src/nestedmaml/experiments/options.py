@@ -64,6 +64,8 @@ class Options:
     """Inner steps at test time."""
     meta_lr: Annotated[float | None, Tuned] = None
     """Step size of the meta-parameters, eta."""
+    decay: bool = False
+    """Let the meta-optimizer's step size fall to zero over the run, as a cosine; for every method alike."""
     weight_lr: Annotated[float | None, Tuned] = None
     """Step size of the weights, gamma."""
     val_share: Annotated[float | None, Tuned] = None

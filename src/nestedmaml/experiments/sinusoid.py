@@ -18,7 +18,7 @@ __all__ = ["METHODS", "Run", "plan"]
 
 METHODS = ("maml-ood-rm", "maml", "maml-val", "l2r", "nested", "nested-paper")
 SHOTS, RATIOS = (5, 10, 20), (0.3, 0.5, 0.8, 0.9)
-ITERATIONS = {"smoke": 20, "small": 2_000, "medium": 5_000, "paper": 60_000}
+ITERATIONS = {"smoke": 20, "small": 5_000, "medium": 5_000, "paper": 60_000}
 TEST_TASKS = {"smoke": 20, "small": 1_000, "medium": 1_000, "paper": 1_000}
 GRID = (1e-4, 1e-3, 1e-2, 1e-1)  # the paper's, for each step size
 TEST_SEED = 2**20  # test tasks are the same for all seeds, methods and ratios
@@ -79,6 +79,7 @@ class Run:
             "batch": o.batch,
             "val_batch": o.val_batch,
             "test_tasks": TEST_TASKS[o.scale],
+            "decay": o.decay,
             "compile": o.compile,
             "seed": self.seed,
             **{k: v for k, v in self.learner_options.items() if k != "seed"},
@@ -99,7 +100,7 @@ class Run:
     def variant(self) -> str:
         """What else was changed from the defaults, in words."""
         o, base = self.options, Options()
-        names = ("pool", "batch", "val_batch", "inner_lr", "inner_steps", "test_steps", "meta_lr")
+        names = ("pool", "batch", "val_batch", "decay", "inner_lr", "inner_steps", "test_steps", "meta_lr")
         own = ("val_steps", "weight_lr", "val_share") if preset(self.method).nested else ()
         return ", ".join(f"{n}={getattr(o, n)}" for n in (*names, *own) if getattr(o, n) != getattr(base, n))
 
