@@ -715,3 +715,23 @@ def test_predictions_are_those_of_the_adapted_model():
     batch = test.sample(0, 10)
     losses = query_losses(learner.model(), learner.params, batch, loss=learner.method.loss, lr=0.01, steps=2)
     torch.testing.assert_close(learner.evaluate(test, 10).values.float(), losses.mean(1).detach())
+
+
+def test_a_decaying_step_ends_at_zero_and_leaves_the_optimizer_as_it_was():
+    learner = nm.MAML(nm.models.mlp((1, 8, 1)), meta_lr=0.01)
+    rates = []
+    learner.fit(
+        nm.tasks.Sinusoid(5, size=20), iterations=4, batch=2, decay=True, compile=False,
+        callbacks=[lambda l, _: rates.append(l.state.optimizer.param_groups[0]["lr"])],
+    )  # fmt: skip
+    assert rates == pytest.approx([0.01, 0.01 * (1 + 2**0.5 / 2) / 2, 0.005, 0.01 * (1 - 2**0.5 / 2) / 2])
+    assert learner.state.optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_a_model_of_another_precision_takes_tasks_as_they_come():
+    source = nm.tasks.Sinusoid(5, size=50)
+    learner = nm.NestedMAML(nm.models.mlp((1, 8, 1)).double(), weighting=nm.weighting.Cluster(4))
+    learner.fit(source, nm.tasks.Sinusoid(5, size=5, split="val"), iterations=2, batch=4, val_batch=2)
+    task = source.sample(0, 1)
+    assert learner.adapt(task.support_x[0], task.support_y[0]).predict(task.query_x[0]).dtype == torch.float64
+    assert learner.evaluate(source, 3).n == 3

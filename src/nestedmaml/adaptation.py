@@ -197,21 +197,15 @@ class Adaptation:
         mode = tuple(layer.training for layer in self.model.modules())
         if _probed.get(self.model) == mode:
             return
-        buffers = {n: b.clone() for n, b in self.model.named_buffers()}
-        own = dict(self.model.named_buffers())
-        versions = {n: b._version for n, b in buffers.items()}
-        if buffers:
-            watched = dict(buffers)
+        copies = {n: b.clone() for n, b in self.model.named_buffers()}
+        if copies:
+            versions = {n: b._version for n, b in copies.items()}
+            watch = _Watch(self.model)
+            given = {f"model.{n}": value for n, value in {**self.held, **self.theta, **copies}.items()}
             with torch.no_grad():
-                functional_call(_Watch(self.model, watched), {
-                    f"model.{n}": value for n, value in {**self.held, **self.theta, **buffers}.items()
-                }, (x,))  # fmt: skip
-            for n, b in buffers.items():
-                if (
-                    b._version != versions[n]
-                    or watched[n] is not b
-                    or dict(self.model.named_buffers())[n] is not own[n]
-                ):
+                functional_call(watch, given, (x,))
+            for n, b in copies.items():  # written in place, or replaced
+                if b._version != versions[n] or watch.left[n] is not b:
                     owner = n.rpartition(".")[0]
                     kind = type(self.model.get_submodule(owner)).__name__
                     raise ValueError(
@@ -222,15 +216,16 @@ class Adaptation:
 
 
 class _Watch(nn.Module):
-    """Runs a model, and notes which tensors are its buffers when it is done."""
+    """Runs a model, and notes which buffers that left it with."""
 
-    def __init__(self, model: nn.Module, found: dict[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.found = model, found
+        self.model = model
+        self.left: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.model(x)
-        self.found.update(self.model.named_buffers())
+        self.left = dict(self.model.named_buffers())
         return out
 
 
