@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-ITERATIONS = 5_000
 CHECKPOINTS = (1_250, 2_500, 5_000)
 BASE = {"val_share": 0.75, "val_steps": 5}
 
@@ -65,7 +64,8 @@ def variants() -> dict[str, tuple[str, dict, dict]]:
     for kind in ("Cluster", "Task", "Amortised"):
         for gamma in (0.1, 10.0, 100.0):
             if kind != "Amortised" or gamma == 0.1:
-                out[f"paper's form, {kind}, gamma={gamma:g}"] = (f"paper {kind}", {}, {"val_steps": 1, "weight_lr": gamma})
+                own = {"val_steps": 1, "weight_lr": gamma}
+                out[f"paper's form, {kind}, gamma={gamma:g}"] = (f"paper {kind}", {}, own)
     return out
 
 

@@ -722,7 +722,7 @@ def test_a_decaying_step_ends_at_zero_and_leaves_the_optimizer_as_it_was():
     rates = []
     learner.fit(
         nm.tasks.Sinusoid(5, size=20), iterations=4, batch=2, decay=True, compile=False,
-        callbacks=[lambda l, _: rates.append(l.state.optimizer.param_groups[0]["lr"])],
+        callbacks=[lambda at, _: rates.append(at.state.optimizer.param_groups[0]["lr"])],
     )  # fmt: skip
     assert rates == pytest.approx([0.01, 0.01 * (1 + 2**0.5 / 2) / 2, 0.005, 0.01 * (1 - 2**0.5 / 2) / 2])
     assert learner.state.optimizer.param_groups[0]["lr"] == 0.01
