@@ -92,11 +92,13 @@ def test_require_finite_names_the_part_and_the_tasks(name, value):
 
 def test_require_finite_passes_finite_and_integer_data():
     nm.TaskBatch(**parts()).require_finite()
-    nm.TaskBatch(**parts(support_y=torch.zeros(M, S, dtype=torch.int64))).require_finite()
+    nm.TaskBatch(**parts(support_y=torch.zeros(M, S, 1, dtype=torch.int64))).require_finite()
 
 
 def test_to_converts_real_numbers_alone():
-    batch = nm.TaskBatch(**parts(query_y=torch.ones(M, K, dtype=torch.int64), support_ids=None)).to(dtype=torch.float64)
+    batch = nm.TaskBatch(**parts(query_y=torch.ones(M, K, 1, dtype=torch.int64), support_ids=None)).to(
+        dtype=torch.float64
+    )
     assert batch.support_x.dtype == batch.support_y.dtype == batch.query_x.dtype == torch.float64
     assert batch.query_y.dtype == batch.task_ids.dtype == batch.instance_ids.dtype == torch.int64
     assert batch.support_ids is None
@@ -123,3 +125,8 @@ def test_a_batch_does_not_change():
     batch = nm.TaskBatch(**parts())
     with pytest.raises(AttributeError):
         batch.support_x = torch.zeros(1)
+
+
+def test_support_and_query_targets_of_different_widths_are_refused():
+    with pytest.raises(ValueError, match=r"targets must have one shape, got \(1,\) and \(3,\)"):
+        nm.TaskBatch(**parts(query_y=torch.ones(M, K, 3)))

@@ -735,3 +735,49 @@ def test_a_model_of_another_precision_takes_tasks_as_they_come():
     task = source.sample(0, 1)
     assert learner.adapt(task.support_x[0], task.support_y[0]).predict(task.query_x[0]).dtype == torch.float64
     assert learner.evaluate(source, 3).n == 3
+
+
+@pytest.mark.parametrize("cls", [nm.MAML, nm.NestedMAML])
+def test_one_absurd_task_in_the_first_batch_does_not_fill_the_optimizers_moments(cls):
+    source, val = nm.tasks.Sinusoid(5, size=50), nm.tasks.Sinusoid(5, size=8, split="val")
+    batch = source.sample(0, 4)
+    batch.support_x[1] *= 1000
+    options = {"weighting": nm.weighting.Task()} if cls is nm.NestedMAML else {}
+    learner = cls(nm.models.mlp((1, 8, 1)), inner_steps=1, **options)
+    figures = learner.step(batch, val.sample(0, 4))
+    assert figures["diverged"] == 1
+    assert max(part["exp_avg_sq"].max() for part in learner.state.optimizer.state.values()) < 1e3
+
+
+def test_evaluation_fits_outputs_to_targets_or_says_that_they_do_not():
+    source = nm.tasks.Sinusoid(6, size=50)
+    task = source.sample(0, 6)
+    flat = dataclasses.replace(task, support_y=task.support_y.squeeze(-1), query_y=task.query_y.squeeze(-1))
+    learner = nm.MAML(nm.models.mlp((1, 8, 1)), loss=lambda p, t: (p.reshape(t.shape) - t) ** 2, test_steps=0)
+    assert learner.evaluate([flat]).mean == pytest.approx(learner.evaluate([task]).mean)
+    wide = dataclasses.replace(task, support_y=task.support_y.expand(-1, -1, 2), query_y=task.query_y.expand(-1, -1, 2))
+    with pytest.raises(ValueError, match="do not fit the targets"):
+        learner.evaluate([wide])
+
+
+def test_ready_batches_are_scored_once_each():
+    assert nm.MAML(nm.models.mlp((1, 8, 1))).evaluate([nm.tasks.Sinusoid(5, size=50).sample(0, 7)]).n == 7
+
+
+@pytest.mark.parametrize("cls", [nm.MAML, nm.NestedMAML])
+def test_a_generator_loses_no_task_before_training(cls):
+    batch = nm.tasks.Sinusoid(5, size=50).sample(0, 6)
+    tasks = ((batch.support_x[i], batch.support_y[i], batch.query_x[i], batch.query_y[i]) for i in range(6))
+    learner = cls(nm.models.mlp((1, 8, 1)), seed=0)
+    learner.fit(tasks, nm.tasks.Sinusoid(5, size=8, split="val"), iterations=3, batch=2, val_batch=2)
+    assert learner.iteration == 3
+
+
+def test_two_pools_as_one_know_the_truth_of_both():
+    train, val = nm.tasks.Sinusoid(5, size=50, ratio=0.9), nm.tasks.Sinusoid(5, size=10, split="val")
+    both = nm.tasks.pool.Both(train, val)
+    assert torch.equal(both.corrupt(both.ids), torch.cat([train.corrupt(train.ids), val.corrupt(val.ids)]))
+    assert torch.equal(
+        both.draw(torch.tensor([55, 3])).query_x,
+        torch.cat([val.draw(torch.tensor([5])).query_x, train.draw(torch.tensor([3])).query_x]),
+    )

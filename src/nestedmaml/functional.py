@@ -225,6 +225,8 @@ def check_weights(weights: Tensor, batch: TaskBatch) -> None:
 def _support_weights(weights: Tensor | None, theta: Params, support_x: Tensor, shape: torch.Size) -> Tensor:
     if weights is None:
         return torch.ones(shape, dtype=_real(theta), device=support_x.device)
+    if weights.shape == shape and not bool(weights.isfinite().all()):
+        raise ValueError("support_weights must be finite, got NaN or infinity")
     if weights.shape != shape:
         raise ValueError(f"support_weights must be {list(shape)}, got {list(weights.shape)}")
     return weights

@@ -22,7 +22,7 @@ from nestedmaml.methods import Method, State
 from nestedmaml.outcome import Adapted, Result, Weights
 from nestedmaml.sampling import require_pool
 from nestedmaml.storage import from_json, to_json
-from nestedmaml.tasks import TaskBatch, as_source
+from nestedmaml.tasks import TaskBatch, as_source, first_tasks
 from nestedmaml.train import append_row, train
 from nestedmaml.weighting import Knowledge
 
@@ -131,7 +131,13 @@ class Learner:
             compile: compile the gradients with torch.compile; "auto" does for vectorised runs that are long enough
                 to gain from it, on a machine that has a compiler.
         """
-        for what, value in (("iterations", iterations), ("batch", batch), ("val_batch", val_batch), ("every", every)):
+        for what, value in (
+            ("iterations", iterations),
+            ("batch", batch),
+            ("val_batch", val_batch),
+            ("every", every),
+            ("save_every", save_every),
+        ):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{what} must be an integer >= 1, got {value!r}")
         if compile not in (True, False, "auto"):
@@ -151,8 +157,9 @@ class Learner:
         if device is not None:
             self._move(torch.device(device))
         self._prepare(source)
-        first = source.sample(0, batch)
-        self._check(first)
+        self._check(first_tasks(source, batch))
+        if val is not None and self.method.needs_val:
+            self._check(first_tasks(val, val_batch))
         self._compile(compile, iterations - self.iteration)
         savers: list[Callable[..., Any]] = []
         if folder is not None:
@@ -192,7 +199,7 @@ class Learner:
         rule = self.method.weighting
         if rule is not None:
             knowledge = Knowledge(source, rule.level, self.method.seed)
-            self._know(knowledge, None if self.state.rule is not None else source.sample(0, 1))
+            self._know(knowledge, None if self.state.rule is not None else first_tasks(source, 1))
 
     def _know(self, knowledge: Knowledge, example: TaskBatch | None) -> None:
         self._knowledge = knowledge
@@ -253,6 +260,7 @@ class Learner:
         if tasks < 1:
             raise ValueError(f"an evaluation needs at least one task, got {tasks}")
         source, like = as_source(test_source), next(iter(self.state.params.values()))
+        tasks = min(tasks, getattr(source, "total", tasks))  # ready batches are scored once each
         values: list[Tensor] = []
         done = step = 0
         while done < tasks:
@@ -260,6 +268,11 @@ class Learner:
             batch.require_finite()
             out = self.method.predictions(self.state, self._module, batch)
             if batch.query_y.is_floating_point():
+                if out.numel() != batch.query_y.numel():
+                    raise ValueError(
+                        f"the model's outputs {list(out.shape)} do not fit the targets {list(batch.query_y.shape)}"
+                    )
+                out = out.reshape(batch.query_y.shape)
                 values.append((out - batch.query_y).square().flatten(1).mean(1))
             else:
                 values.append((out.argmax(-1) == batch.query_y).to(like.dtype).mean(1) * 100)
@@ -311,9 +324,10 @@ class Learner:
         share = float(w.sum() ** 2 / (len(w) * w.square().sum()).clamp_min(1e-300))
         if share < 0.005:
             log.warning("the weights have collapsed onto %.2g %% of the pool: lower weight_lr", 100 * share)
+            self._warned = True
         elif float(w.max() - w.min()) < 1e-3 * float(w.mean()):
             log.warning("the weights are still uniform: raise weight_lr, or train longer")
-        self._warned = True
+            self._warned = True
 
     # Storage -----------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ def train(
     """
     from tqdm import tqdm
 
+    set_rate(learner, 1)  # a checkpoint of a run that decayed may have been taken up
     bar = tqdm(
         total=iterations, initial=learner.iteration, desc=learner.name, disable=not sys.stderr.isatty(), leave=False
     )

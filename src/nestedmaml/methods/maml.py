@@ -6,6 +6,7 @@ learned weights are measured against, and the only methods that may ask a source
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from nestedmaml.functional import task_gradients
-from nestedmaml.methods.method import Figures, Method, State, guarded, meta_step, trainable, weighted_mean
+from nestedmaml.methods.method import Figures, Method, State, guarded, meta_step, trainable, typical_norm, weighted_mean
 from nestedmaml.tasks.batch import TaskBatch
 from nestedmaml.weighting import Knowledge
 
 __all__ = ["MAML"]
+
+GUARD = 1000.0  # a task whose gradient is this many times as long as its batches' usual one has diverged
 
 
 @dataclass(kw_only=True)
@@ -67,7 +70,11 @@ class MAML(Method):
         theta = trainable(alg, state.params)
         query, support = self._clean_instances(train, truth, next(iter(theta.values())).dtype)
         losses, grads = task_gradients(alg, theta, train, query, support)
-        grads, sound, _ = guarded(grads)
+        typical = typical_norm(grads)
+        limit = GUARD * (state.loudness or typical)
+        grads, sound, _ = guarded(grads, limit)
+        if typical <= limit < math.inf:
+            state.loudness = 0.95 * state.loudness + 0.05 * typical if state.loudness else typical
         weights = sound.to(losses.dtype)
         if self.remove == "tasks":
             weights = weights * ~ask(truth, train.task_ids, "task").to(weights.device)

@@ -41,7 +41,7 @@ class State:
     average: Params | None = None
     """Running average of the validation gradient, where one is asked for."""
     loudness: float = 0.0
-    """Running median of the norms of validation tasks' gradients."""
+    """Running median of the norms of tasks' gradients: validation tasks' where a method has them."""
 
 
 @dataclass(kw_only=True)
@@ -189,6 +189,13 @@ def guarded(grads: Params, limit: float = math.inf) -> tuple[Params, Tensor, Ten
     if not bool(sound.all()):
         grads = {n: g.masked_fill(~sound.view(-1, *[1] * (g.ndim - 1)), 0) for n, g in grads.items()}
     return grads, sound, length
+
+
+def typical_norm(grads: Params) -> float:
+    """The median norm of the tasks' gradients, of those that are finite; infinity where none is."""
+    length = norms(grads)
+    length = length[length.isfinite()]
+    return length.median().item() if len(length) else math.inf
 
 
 def validation_gradient(state: State, alg: Adaptation, theta: Params, val: TaskBatch) -> tuple[Params, float, float]:

@@ -110,6 +110,9 @@ class NestedMAML(Method):
         # line 7: the gradient of each task (in the instance-level form weighted inside), once for all uses
         w = rule.weights(state.rule, knowledge, train).to(device, dtype)
         losses, grads = task_gradients(alg, theta, train, w if by_instance else None)
+        if not state.loudness:  # what a typical validation task's gradient is has to be known before the first step
+            self._validation_gradient(state, model, theta, val)
+            state.average = None
         limit = self.guard * state.loudness if state.loudness else float("inf")
         grads, sound, length = guarded(grads, limit)
         shrink = self._clipped(state, length).where(sound, 0.0)
@@ -140,7 +143,7 @@ class NestedMAML(Method):
             sound &= still
             inside = self._clipped(state, length).where(sound, 0.0)
         gradient = weighted_mean(grads, inside if by_instance else w * inside)
-        if self.val_share:
+        if self.val_share and (gradient is not None or lost < len(val)):
             s = self.val_share
             zero = {n: torch.zeros_like(g) for n, g in v.items()}
             gradient = {n: (1 - s) * g + s * v[n] for n, g in (gradient or zero).items()}

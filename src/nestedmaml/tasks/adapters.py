@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nestedmaml.tasks.batch import TaskBatch
 
-__all__ = ["as_source"]
+__all__ = ["as_source", "first_tasks"]
 
 log = logging.getLogger("nestedmaml")
 
@@ -36,11 +36,17 @@ def as_source(tasks: Any) -> Any:
     return Stream(tasks)
 
 
+def first_tasks(source: Any, count: int) -> TaskBatch:
+    """Some tasks to look at before training, which training will see again."""
+    return source.peek(count) if hasattr(source, "peek") else source.sample(0, count)
+
+
 class Batches:
     """A list of ready batches, taken in turn; the count asked for is theirs."""
 
     def __init__(self, batches: list[TaskBatch]) -> None:
         self.batches = batches
+        self.total = sum(map(len, batches))
 
     def sample(self, step: int, count: int) -> TaskBatch:
         """Batch ``step``, from the start again after the last."""
@@ -54,6 +60,12 @@ class Stream:
         self.tasks = tasks
         self._rest: Iterator[Any] = iter(tasks)
 
+    def peek(self, count: int) -> TaskBatch:
+        """The next tasks, ``count`` or as many as there are, which stay the next."""
+        items = list(itertools.islice(self._rest, count))
+        self._rest = itertools.chain(items, self._rest)
+        return self._stack(items)
+
     def sample(self, step: int, count: int) -> TaskBatch:
         """The next ``count`` tasks, from the start again after the last where the iterable allows it."""
         items = list(itertools.islice(self._rest, count))
@@ -63,6 +75,12 @@ class Stream:
             if not more:
                 raise ValueError(f"the tasks ran out: {count} were asked for, {len(items)} were left")
             items += more
+        return self._stack(items)
+
+    @staticmethod
+    def _stack(items: list[Any]) -> TaskBatch:
+        if not items:
+            raise ValueError("the tasks ran out before training began")
         if any(len(item) != 4 for item in items):
             raise ValueError("each task must be (support_x, support_y, query_x, query_y)")
         support_x, support_y, query_x, query_y = (list(parts) for parts in zip(*items, strict=True))

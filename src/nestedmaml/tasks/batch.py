@@ -46,6 +46,11 @@ class TaskBatch:
                 "support and query instances must have one shape, got "
                 f"{tuple(self.support_x.shape[2:])} and {tuple(self.query_x.shape[2:])}"
             )
+        if self.support_y.shape[2:] != self.query_y.shape[2:]:
+            raise ValueError(
+                "support and query targets must have one shape, got "
+                f"{tuple(self.support_y.shape[2:])} and {tuple(self.query_y.shape[2:])}"
+            )
         wanted = {
             "task_ids": (m,),
             "support_ids": tuple(self.support_x.shape[:2]),

@@ -75,6 +75,16 @@ class Both(Pool):
         self.first, self.second = first, second
         super().__init__(first.size + second.size, 0.0, first.seed, f"{first.stream}+{second.stream}")
 
+    def corrupt(self, ids: Tensor, level: Level = "task") -> Tensor:
+        """What the two pools say, for skylines and for scoring alone."""
+        size = self.first.size
+        assert size is not None
+        out = torch.zeros(ids.shape, dtype=torch.bool)
+        for mask, pool, shift in ((ids < size, self.first, 0), (ids >= size, self.second, size)):
+            if bool(mask.any()):
+                out[mask] = pool.corrupt(ids[mask] - shift, level)
+        return out
+
     def draw(self, ids: Tensor) -> TaskBatch:
         """The tasks with these ids."""
         size, device = self.first.size, ids.device

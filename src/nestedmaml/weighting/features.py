@@ -89,7 +89,9 @@ class Knowledge:
                 return self.of_ids(torch.arange(size))
             chosen = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))[:count]
             return self.of_ids(chosen.sort().values)
-        if self.source is not None:
+        if hasattr(self.source, "peek"):
+            batches = [self.source.peek(min(count, 256))]
+        elif self.source is not None:
             batches = [self.source.sample(step, 32) for step in range(max(1, count // (32 * 8)))]
         elif self.first is not None:
             batches = [self.first]
