@@ -89,7 +89,7 @@ class L2R(Method):
         else:
             w = rectified(query_slopes(alg, theta, train, v).masked_fill(~sound[:, None], 0))
             _, grads = task_gradients(alg, theta, train, w)
-            grads, _, _ = guarded(grads)
+            grads, _, _ = guarded(grads, limit)
         counts = w if self.level == "task" else (w != 0).any(1).to(w.dtype)
         gradient = weighted_mean(grads, counts)
         if gradient is not None:

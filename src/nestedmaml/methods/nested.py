@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from nestedmaml.adaptation import Params
+from nestedmaml.adaptation import Adaptation, Params
 from nestedmaml.functional import align, combine, descend, query_slopes, task_gradients
 from nestedmaml.methods.method import (
     Figures,
@@ -111,8 +111,7 @@ class NestedMAML(Method):
         w = rule.weights(state.rule, knowledge, train).to(device, dtype)
         losses, grads = task_gradients(alg, theta, train, w if by_instance else None)
         if not state.loudness:  # what a typical validation task's gradient is has to be known before the first step
-            self._validation_gradient(state, model, theta, val)
-            state.average = None
+            validation_gradient(state, self._validation_alg(model, state), theta, val)
         limit = self.guard * state.loudness if state.loudness else float("inf")
         grads, sound, length = guarded(grads, limit)
         shrink = self._clipped(state, length).where(sound, 0.0)
@@ -163,13 +162,16 @@ class NestedMAML(Method):
             return torch.ones_like(length)
         return (self.clip * state.loudness / length.clamp_min(torch.finfo(length.dtype).tiny)).clamp_max(1)
 
+    def _validation_alg(self, model: nn.Module, state: State) -> Adaptation:
+        """The adaptation to validation tasks, whose steps and order are its own."""
+        order = 2 if self.order == "exact" else 1
+        return self.adaptation(model, state.params, steps=self.val_steps, order=order)
+
     def _validation_gradient(
         self, state: State, model: nn.Module, lookahead: Params, val: TaskBatch
     ) -> tuple[Params, float, float]:
         """The mean gradient of the validation meta-loss at theta_W, its loss, and how many tasks diverged."""
-        order = 2 if self.order == "exact" else 1
-        alg = self.adaptation(model, state.params, steps=self.val_steps, order=order)
-        v, loss, lost = validation_gradient(state, alg, lookahead, val)
+        v, loss, lost = validation_gradient(state, self._validation_alg(model, state), lookahead, val)
         if self.val_average:
             if state.average is not None:
                 a = self.val_average
